@@ -1,0 +1,1 @@
+"""Every contract that crosses a process boundary. Everything may import this package; it imports nothing of ours."""

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-CASES = ("single", "batch", "prefill", "prefix")
+CASES = ("single", "batch", "prefill", "prefix", "warm")
 
 
 def random_prompts(count: int, tokens: int, vocab_size: int, seed: int) -> list[list[int]]:

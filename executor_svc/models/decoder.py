@@ -1,0 +1,101 @@
+"""The decoder: one forward over a step's flat batch. Families differ by named values of ``ModelConfig``.
+
+::
+
+    x = embed(input_ids)                                  [T, hidden]
+    per layer:  h = norm(x); qkv = W_qkv h                [T, q + 2 kv]
+                rotate q, k; write k, v to the pages
+                x += W_o attend(q)
+                h = norm(x); x += W_down (silu(gate) * up)      with [gate; up] = W_gate_up h
+    logits = W_head norm(x[logit_indices])                [S, vocab]
+
+Nothing after the last layer's attention is needed for tokens whose logits are not, so they are dropped there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from executor_svc.backends.cpu.ops import CpuOps
+from executor_svc.metadata import StepMetadata
+from executor_svc.models.base import ModelFacts
+from executor_svc.models.config import ModelConfig
+
+Apply = Callable[[torch.Tensor], torch.Tensor]  # [M, K] -> [M, N]
+
+
+@dataclass(slots=True, frozen=True)
+class DecoderLayer:
+    input_norm: torch.Tensor  # float32 [hidden]
+    qkv: Apply  # [q + 2 kv, hidden]
+    output: Apply  # [hidden, q]
+    post_norm: torch.Tensor  # float32 [hidden]
+    gate_up: Apply  # [2 intermediate, hidden]
+    down: Apply  # [hidden, intermediate]
+
+
+class Decoder:
+    """Implements ``Model`` on the CPU."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        facts: ModelFacts,
+        ops: CpuOps,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        final_norm: torch.Tensor,
+        head: Apply,
+        row_tile: int,
+    ) -> None:
+        """``embedding`` [vocab, hidden] float32 or float16; ``row_tile``: the linears take multiples of it."""
+        self.config = config
+        self.facts = facts
+        self.ops = ops
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._tile = row_tile
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens")
+        self.ops.allocate_kv_cache(num_blocks, block_size)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, metadata: StepMetadata) -> torch.Tensor:
+        ops = self.ops
+        ops.begin_step(metadata)
+        residual = self._embed(input_ids)
+        wanted = torch.from_numpy(metadata.logit_indices)
+        last = len(self._layers) - 1
+        delta: torch.Tensor | None = None
+        for index, layer in enumerate(self._layers):
+            if delta is None:
+                hidden = ops.rms_norm(residual, layer.input_norm)
+            else:
+                hidden = ops.add_rms_norm(residual, delta, layer.input_norm)
+            qkv = layer.qkv(hidden)
+            ops.rotate_and_cache(index, qkv)
+            attended = ops.attend(index, qkv)
+            if index == last:
+                if len(wanted) == 0:
+                    return torch.empty(0, self.config.vocab_size)
+                attended, residual = self._pad(attended[wanted]), self._pad(residual[wanted])
+            hidden = ops.add_rms_norm(residual, layer.output(attended), layer.post_norm)
+            delta = layer.down(ops.silu_mul(layer.gate_up(hidden)))
+        assert delta is not None
+        return self._head(ops.add_rms_norm(residual, delta, self._final_norm))[: len(wanted)]
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> float32 [T padded to the row tile, hidden]; padding is zeros."""
+        return self._pad(F.embedding(input_ids, self._embedding).float())
+
+    def _pad(self, x: torch.Tensor) -> torch.Tensor:
+        missing = -len(x) % self._tile
+        return F.pad(x, (0, 0, 0, missing)) if missing else x

@@ -67,7 +67,7 @@ class StructuredFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = self.fields(record)
         if self._json:
-            return json.dumps(fields, default=str, ensure_ascii=False)
+            return json.dumps(fields, default=str)
         return " ".join(f"{key}={_logfmt(value)}" for key, value in fields.items())
 
 

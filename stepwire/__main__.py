@@ -1,0 +1,7 @@
+"""``python -m stepwire`` is the console command ``stepwire``."""
+
+import sys
+
+from stepwire.cli import main
+
+sys.exit(main())

@@ -1,0 +1,102 @@
+"""The console command, as a process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import grpc
+
+from tests.client.fake_server import Break, FakeServer, expected_ids, expected_text
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepwire", *arguments], input=stdin, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_generate_streams_text_and_ends_with_ttft_and_rate() -> None:
+    with FakeServer(script=[Break(2)]) as server:
+        done = run("generate", "hello", "--address", server.address, "--max-tokens", "5", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == expected_text(3, 0, 5) + "\n"
+    assert re.fullmatch(r"\[TTFT \d+ ms, 5 tokens, [\d.]+ tokens/s, continued 1 time\]\n", done.stderr)
+
+
+def test_generate_chat_from_standard_input_with_a_system_message() -> None:
+    with FakeServer() as server:
+        done = run("generate", "-", "--system", "be brief", "--address", server.address, "--max-tokens=1", stdin="why?")
+        chat = server.requests[0].chat
+    assert done.returncode == 0, done.stderr
+    assert [(message.role, message.content) for message in chat.messages] == [("system", "be brief"), ("user", "why?")]
+
+
+def test_every_flag_reaches_the_request() -> None:
+    with FakeServer() as server:
+        done = run(
+            "generate", "--token-ids", "4,5", "--address", server.address, "--max-tokens", "2", "--model", "fake",
+            "--temperature", "0.5", "--top-k", "9", "--top-p", "0.75", "--min-p", "0.25", "--seed", "0", "-n", "2",
+            "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--ignore-eos", "--priority", "-3",
+            "--request-id", "r1", "--timeout", "50",
+        )  # fmt: skip
+        request = server.requests[0]
+        assert 0 < server.deadlines[0] <= 50
+    assert done.returncode == 0, done.stderr
+    assert list(request.token_ids.ids) == [4, 5]
+    sampling, stopping = request.sampling, request.stopping
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, 9, 0.75, 0.25)
+    assert sampling.HasField("seed")
+    assert sampling.n == 2
+    assert (list(stopping.stop), list(stopping.stop_token_ids), stopping.ignore_eos) == (["a", "b"], [7], True)
+    assert (request.model, request.priority, request.request_id) == ("fake", -3, "r1")
+    assert "--- choice 1\n" + expected_text(0, 1, 1) in done.stdout
+
+
+def test_generate_json() -> None:
+    with FakeServer() as server:
+        done = run("generate", "hi", "--json", "--address", server.address, "--max-tokens", "3", "--seed", "2")
+    answer = json.loads(done.stdout)
+    assert answer["choices"][0]["token_ids"] == list(expected_ids(2, 0, 3))
+    assert answer["choices"][0]["finish"] == {"reason": "length", "matched": None}
+    assert answer["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2}
+    assert answer["ttft_seconds"] > 0
+
+
+def test_a_refusal_is_one_line_and_status_1() -> None:
+    with FakeServer(script=[Break(0, grpc.StatusCode.NOT_FOUND)]) as server:
+        done = run("generate", "hi", "--address", server.address)
+    assert done.returncode == 1
+    assert done.stderr == "stepwire: NOT_FOUND: as the script says\n"
+
+
+def test_usage_errors_are_status_2() -> None:
+    assert run("generate").returncode == 2
+    assert run("generate", "--token-ids", "1,x").returncode == 2
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    with FakeServer() as server:
+        command = f"{sys.executable} -m stepwire generate hi --address {server.address} --max-tokens 400 | head -c 1"
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
+
+
+def test_models() -> None:
+    with FakeServer() as server:
+        text = run("models", "--address", server.address)
+        as_json = run("models", "--json", "--address", server.address)
+    assert text.stdout == "fake  llama  context 128  executors 1/2  accepts text, chat, ids\n"
+    assert json.loads(as_json.stdout)[0]["name"] == "fake"
+
+
+def test_probe_without_a_server_is_status_1() -> None:
+    dead = FakeServer()
+    dead.stop()
+    done = subprocess.run(
+        [sys.executable, "-m", "stepwire.probe", dead.address], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (1, "UNAVAILABLE\n")

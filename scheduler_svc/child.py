@@ -1,0 +1,145 @@
+"""One supervised process: start, reap, start again with growing pauses. It never outlives the supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+USAGE_ERROR = 2  # argparse's exit status: the next start would end the same way
+_PR_SET_PDEATHSIG = 1
+# Looked up before any fork: the child must not load libraries.
+_prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Pauses between starts: none after a child that ran `stable` seconds, then `first`, doubled up to `most`."""
+
+    first: float = 0.1
+    most: float = 10.0
+    stable: float = 10.0
+    failures: int = 0  # in a row
+
+    def after(self, uptime: float) -> float:
+        """Seconds to wait before the next start of a child that ran `uptime` seconds."""
+        if uptime >= self.stable:
+            self.failures = 0
+        self.failures += 1
+        if self.failures == 1:
+            return 0.0
+        return min(self.first * 2.0 ** min(self.failures - 2, 32), self.most)
+
+
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """For preexec_fn: the kernel kills this process when `parent` (the thread that forked it) ends."""
+
+    def preexec() -> None:
+        if _prctl is not None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the line above
+            os._exit(1)
+
+    return preexec
+
+
+class Child:
+    """`command` is started at once and again whenever it ends, until ``stop`` was called."""
+
+    def __init__(self, name: str, command: Sequence[str], backoff: Backoff | None = None) -> None:
+        self.name = name
+        self.starts = 0
+        self.status: int | None = None  # of the last end: exit status, or minus the signal
+        self.was_killed = False
+        self._command = list(command)
+        self._backoff = backoff or Backoff()
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+        self.running = asyncio.Event()  # a process is there ...
+        self.gone = asyncio.Event()  # ... or none is
+        self.gone.set()
+        self.ended = asyncio.Event()  # for good
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process; None between two starts."""
+        return self._process.pid if self._process is not None else None
+
+    async def run(self) -> None:
+        """Until stopped, or until the command ends with a usage error. The old process is reaped before a new one."""
+        try:
+            while not self._stopping.is_set():
+                uptime = await self._run_once()
+                if self._stopping.is_set() or self.status == USAGE_ERROR:
+                    break
+                delay = self._backoff.after(uptime)
+                log.warning(
+                    "child ended, starting it again",
+                    extra={"child": self.name, "status": self.status, "uptime": round(uptime, 3), "delay": delay},
+                )
+                await self._pause(delay)
+        finally:
+            self.ended.set()
+
+    async def _run_once(self) -> float:
+        """One process from start to reaping; its uptime in seconds."""
+        started = time.monotonic()
+        self.starts += 1
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                # A group of its own: Ctrl-C reaches the supervisor alone, which then stops its children in order.
+                process_group=0,
+                preexec_fn=die_with_parent(os.getpid()),
+            )
+        except (OSError, subprocess.SubprocessError) as error:  # no memory or process left: try again later
+            log.error("child cannot be started", extra={"child": self.name, "error": str(error)})
+            self.status = None
+            return 0.0
+        self._process = process
+        self.gone.clear()
+        self.running.set()
+        log.info("child started", extra={"child": self.name, "child_pid": process.pid, "start": self.starts})
+        if self._stopping.is_set():
+            process.terminate()
+        try:
+            self.status = await process.wait()
+        finally:
+            self._process = None
+            self.running.clear()
+            self.gone.set()
+            if process.returncode is None:  # the supervisor itself is being torn down
+                process.kill()
+                await process.wait()
+        return time.monotonic() - started
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), seconds)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the running process, if there is one."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """For a process that does not react: SIGKILL. It is started again unless it was stopped."""
+        self.was_killed = True
+        self.signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ask the process to end (SIGTERM), and start it no more."""
+        self._stopping.set()
+        self.signal(signal.SIGTERM)

@@ -1,0 +1,54 @@
+"""A supervisor of fake children, as a process of its own: ``python -m tests.ops.supervised FOLDER [WORKERS] [CORE]``.
+
+Each child appends ``name pid`` to FOLDER/events when it is up and ``name stopped`` when it ends on SIGTERM. CORE is the
+Python source of the core: by default it waits for SIGTERM like the workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from scheduler_svc import logs
+from scheduler_svc.child import Backoff, Child
+from scheduler_svc.supervisor import Patience, Supervisor
+
+POLITE = """
+import os, signal, sys
+def note(text):
+    with open(sys.argv[1], "a") as file:
+        file.write(f"{sys.argv[2]} {text}\\n")
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+note(os.getpid())
+signal.sigwait([signal.SIGTERM])
+note("stopped")
+"""
+
+STUBBORN = POLITE.replace('note("stopped")', "signal.pause()")
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    workers = int(sys.argv[2])
+    sources = {"polite": POLITE, "stubborn": STUBBORN}
+    worker_source = sources.get(sys.argv[3], sys.argv[3])
+    core_source = sources.get(sys.argv[4], sys.argv[4])
+    front = f"ipc://{folder}/front"
+    logs.configure("supervisor")
+
+    def child(name: str, source: str) -> Child:
+        command = [sys.executable, "-c", source, str(folder / "events"), name, front]
+        return Child(name, command, Backoff(first=0.05, most=0.2))
+
+    supervisor = Supervisor(
+        child("core", core_source),
+        [child(f"w{i}", worker_source) for i in range(workers)],
+        front if "zmq" in core_source else "",
+        Patience(drain=30.0, core_stop=30.0, hurry=0.2, core_startup=30.0, core_silence=0.5),
+    )
+    return asyncio.run(supervisor.run())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

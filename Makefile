@@ -1,0 +1,74 @@
+# make run [PROMPT="..."]   a real model answers over gRPC, out of two services; everything it needs is set up first
+# make serve                both services, until Ctrl-C
+# make test                 lint, types and tests, without the long campaigns; make test-all runs those too
+# make lint | format | protos | bench | constraints | clean
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$p; break; }; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
+PROMPT ?= Why is the sky blue? Answer in two sentences.
+PROTO := protos/stepwire/v1/inference.proto
+ifeq ($(origin BENCH),undefined)
+BENCH := --concurrency 8 --num-requests 32 --input-tokens 128 --output-tokens 128 --ignore-eos
+endif
+
+export PROMPT
+
+.PHONY: run serve test test-all lint format protos bench constraints clean run-deps dev-deps
+
+# The prompt goes through the environment: no shell ever reads it as code.
+run: $(VENV)/.run $(MODEL)
+	@$(PY) -m deploy.run_local --model $(MODEL) -- \
+	  $(PY) -m stepwire generate --chat --max-tokens 128 --address {address} "$$PROMPT"
+
+serve: $(VENV)/.run $(MODEL)
+	@$(PY) -m deploy.run_local --model $(MODEL) --serve
+
+bench: $(VENV)/.run $(MODEL)
+	@$(PY) -m deploy.run_local --model $(MODEL) -- $(PY) -m bench.serve --address {address} $(BENCH)
+
+test: lint $(MODEL)
+	$(PY) -m pytest -m "not slow"
+
+test-all: lint $(MODEL)
+	$(PY) -m pytest
+
+lint: $(VENV)/.dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(VENV)/.dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+protos: $(VENV)/.dev
+	$(PY) -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. --pyi_out=. $(PROTO)
+
+# The pinned versions of this environment become those of everyone.
+constraints: $(VENV)/.dev
+	( head -1 constraints.txt; $(PIP) freeze --exclude-editable | sed 's/+cpu$$//' ) > $(VENV)/constraints.new
+	mv $(VENV)/constraints.new constraints.txt
+
+clean:
+	rm -rf $(VENV) .run build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis *.egg-info
+
+# Stamps: pip runs only when the pinned versions or the project's own metadata changed.
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e '.[scheduler,executor]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.run
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: make PYTHON=/path/to/python3" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(MODEL): deploy/fetch_model.py | $(VENV)/bin/python
+	@$(PY) deploy/fetch_model.py models >/dev/null
+	@touch $@

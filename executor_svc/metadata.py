@@ -19,9 +19,14 @@ prompt logprobs were asked for).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from executor_svc.sampling.rows import SampleRows
+    from executor_svc.slots import PlanKey
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -46,6 +51,8 @@ class StepMetadata:
     logit_indices: Int64  # [S] indices into T whose hidden states reach the head
     logit_rows: Int32  # [S] the row each of them belongs to
     num_decode_rows: int  # rows [0, num_decode_rows) are decode rows, the rest prefill rows
+    key: PlanKey | None = None  # which plan this is; models do not read it
+    sample_rows: SampleRows | None = None  # the rows that sample, in the order of logit_rows; models do not read it
 
     @property
     def num_tokens(self) -> int:

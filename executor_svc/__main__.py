@@ -1,0 +1,132 @@
+"""``python -m executor_svc``: load a model, size its cache, serve a scheduler."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from executor_svc import logs
+from executor_svc.config import ExecutorConfig, parse_args
+from executor_svc.kv_memory import free_memory, num_blocks
+from executor_svc.malloc import keep_freed_memory
+from executor_svc.weights.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from executor_svc.models.base import Model
+
+log = logging.getLogger("executor_svc")
+
+
+def main() -> int:
+    config = parse_args()
+    logs.configure(config.log_format, config.log_level)
+    keep_freed_memory()
+    try:
+        run(config)
+    except KeyboardInterrupt:
+        return 130
+    except (CheckpointError, ValueError, OSError, MemoryError) as error:
+        # Everything that a user can put right: one line, no traceback.
+        print(f"executor: {error or type(error).__name__}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(config: ExecutorConfig) -> None:
+    from executor_svc.sampling import sampler  # torch and numba: only after the options were checked
+    from executor_svc.service import ExecutorService
+    from protos.step import Limits
+
+    check_device(config.device)
+    started = time.monotonic()
+    model, assets = load(config)
+    facts = model.facts
+    blocks = num_blocks(facts, config.block_size, config.max_slots, config.kv_memory, config.kv_blocks, free_memory())
+    try:
+        model.allocate_kv_cache(blocks, config.block_size)
+    except (MemoryError, RuntimeError) as error:
+        size = blocks * config.block_size * facts.kv_bytes_per_token
+        raise MemoryError(f"no memory for a KV cache of {size} bytes: lower --kv-memory or --kv-blocks") from error
+    sampler.warm_up(facts.vocab_size)
+    service = ExecutorService(
+        model,
+        assets,
+        Limits(blocks, config.block_size, config.max_slots, config.max_batch_tokens),
+        config.scheduler,
+        config.executor_name,
+        name=config.name,
+        device=config.device,
+        device_text=f"{config.device} {platform.machine()}, weights {config.weights}",
+        overlap=config.overlap,
+        keys=config.keys,
+    )
+    service.install_signal_handlers()
+    tokens = blocks * config.block_size
+    log.info(
+        "executor ready",
+        extra={
+            "model": config.name or facts.name,
+            "kv_tokens": tokens,
+            "kv_bytes": tokens * facts.kv_bytes_per_token,
+            "scheduler": config.scheduler,
+            "seconds": round(time.monotonic() - started, 1),
+        },
+    )
+    if tokens < facts.context_length:
+        log.warning(
+            "the KV cache holds less than one full context",
+            extra={"kv_tokens": tokens, "context": facts.context_length, "change": "--kv-memory or --kv-blocks"},
+        )
+    service.run()
+    log.info("executor left", extra={"steps": service.worker.steps})
+
+
+def check_device(device: str) -> None:
+    """Raises ValueError, with one line that says what is missing, where the device cannot be used."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: no usable NVIDIA GPU here (torch sees none); use --device cpu")
+
+
+def load(config: ExecutorConfig) -> tuple[Model, dict[str, bytes]]:
+    """The model and the files that the scheduler will ask for."""
+    if config.null_vocab is not None:
+        from executor_svc.models.null import NullModel
+
+        return NullModel(config.null_vocab, name=config.name or "null"), {}
+    from executor_svc.models.load import load_model
+
+    loaded = load_model(
+        config.model,
+        device=config.device,
+        weights=config.weights,
+        threads=config.threads,
+        attention=config.attention,
+        progress=progress_bar() if sys.stderr.isatty() else None,
+        name=config.name,
+    )
+    return loaded.model, loaded.assets
+
+
+def progress_bar() -> Callable[[int, int], None]:
+    """A callback that draws how many tensors were read."""
+    from tqdm import tqdm
+
+    bar = tqdm(desc="weights", unit="tensor", leave=False)
+
+    def progress(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done >= total:
+            bar.close()
+
+    return progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The executor's command line: every option checked before a weight is read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from executor_svc import logs
+from executor_svc.kv_memory import parse_size
+from protos.link_keys import LinkKeys
+
+NULL_PREFIX = "null:"
+
+
+@dataclass(slots=True, frozen=True)
+class ExecutorConfig:
+    model: str  # a checkpoint's path, or null:VOCAB
+    scheduler: str
+    name: str | None
+    executor_name: str
+    device: str
+    weights: str
+    attention: str | None
+    threads: int | None
+    kv_memory: int | None  # bytes
+    kv_blocks: int | None
+    block_size: int  # tokens
+    max_slots: int
+    max_batch_tokens: int
+    overlap: bool
+    keys: LinkKeys | None
+    log_format: str
+    log_level: str
+
+    @property
+    def null_vocab(self) -> int | None:
+        """The vocabulary of the null model, if that is the one asked for."""
+        return int(self.model[len(NULL_PREFIX) :]) if self.model.startswith(NULL_PREFIX) else None
+
+
+def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
+    """Exits with status 2 and one line for what is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m executor_svc", description="Run a model's forward passes for a Stepwire scheduler."
+    )
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="Hugging Face folder or .gguf file; null:VOCAB for no model")
+    add("--scheduler", required=True, metavar="tcp://HOST:PORT", help="the scheduler's executor port")
+    add("--name", metavar="MODELNAME", help="the name clients ask for (default: the file's or folder's)")
+    add("--executor-name", default=socket.gethostname(), help="stable name of this executor (default: the host's)")
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--weights", choices=("float16", "float32"), default="float16", help="how weights are kept on the CPU")
+    add("--attention", choices=("numba", "torch"), help="CPU attention (default: numba where it is installed)")
+    add("--threads", type=_bounded(1, 4096), help="CPU threads (default: all cores)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--kv-memory", type=_size, metavar="SIZE", help="memory of the KV cache, as 1GiB")
+    memory.add_argument("--kv-blocks", type=_bounded(1, 2**26), metavar="N", help="blocks of the KV cache")
+    add("--block-size", type=_bounded(1, 1024), default=16, metavar="TOKENS")
+    add("--max-slots", type=_bounded(1, 65536), default=256, metavar="N", help="sequences at once")
+    add("--max-batch-tokens", type=_bounded(1, 2**20), default=2048, metavar="N", help="new tokens a step")
+    add(
+        "--overlap",
+        action=argparse.BooleanOptionalAction,
+        help="hold a step's results back until the next forward was started (default: off on cpu, on on cuda)",
+    )
+    add("--link-secret-file", metavar="FILE", help="secret shared with the scheduler; required off loopback")
+    add("--log-format", choices=logs.FORMATS, default="logfmt")
+    add("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    args = parser.parse_args(argv)
+
+    # After parsing: --help and typing mistakes need neither zmq's keys nor torch.
+    from executor_svc.link_security import link_keys
+
+    if not args.scheduler.startswith(("tcp://", "ipc://")):
+        parser.error(f"--scheduler {args.scheduler}: an address looks like tcp://HOST:PORT")
+    if not 1 <= len(args.executor_name) <= 256:
+        parser.error("--executor-name: 1 to 256 characters")
+    if args.name is not None and not 1 <= len(args.name) <= 256:
+        parser.error("--name: 1 to 256 characters")
+    if args.model.startswith(NULL_PREFIX):
+        vocab = args.model[len(NULL_PREFIX) :]
+        if not vocab.isdecimal() or not 3 <= int(vocab) <= 65536:
+            parser.error(f"--model {args.model}: null:VOCAB with a vocabulary of 3 to 65536")
+    elif not os.path.exists(args.model):
+        parser.error(f"--model {args.model}: no such file or folder")
+    try:
+        keys = link_keys(args.scheduler, args.link_secret_file)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    return ExecutorConfig(
+        model=args.model,
+        scheduler=args.scheduler,
+        name=args.name,
+        executor_name=args.executor_name,
+        device=args.device,
+        weights=args.weights,
+        attention=args.attention,
+        threads=args.threads,
+        kv_memory=args.kv_memory,
+        kv_blocks=args.kv_blocks,
+        block_size=args.block_size,
+        max_slots=args.max_slots,
+        max_batch_tokens=args.max_batch_tokens,
+        overlap=args.overlap if args.overlap is not None else args.device != "cpu",
+        keys=keys,
+        log_format=args.log_format,
+        log_level=args.log_level,
+    )
+
+
+class _bounded:
+    """An argparse type: a whole number within bounds."""
+
+    def __init__(self, low: int, high: int) -> None:
+        self.low, self.high = low, high
+
+    def __call__(self, text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        if not self.low <= value <= self.high:
+            raise argparse.ArgumentTypeError(f"{value} is outside {self.low}..{self.high}")
+        return value
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

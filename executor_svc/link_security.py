@@ -1,0 +1,45 @@
+"""The executor's side of the link's security: CURVE with keys derived from a shared secret, required off loopback."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+import zmq
+
+from protos.link_keys import LinkKeys, derive, read_secret
+
+
+class InsecureLink(ValueError):
+    """A scheduler address that other machines can listen on, without a secret to tell the right one."""
+
+
+def is_loopback(address: str) -> bool:
+    """True where only this machine can be at the other end: ipc, inproc, or tcp to a loopback address."""
+    transport, _, rest = address.partition("://")
+    if transport in ("ipc", "inproc"):
+        return True
+    host = rest.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return transport == "tcp" and ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name: it may resolve to anything
+        return False
+
+
+def link_keys(address: str, secret_file: str | Path | None) -> LinkKeys | None:
+    """The keys to connect with, or None for a plain loopback link. Raises InsecureLink, OSError or ValueError."""
+    if secret_file is not None:
+        return derive(read_secret(secret_file))
+    if not is_loopback(address):
+        raise InsecureLink(f"{address} is not on this machine: give --link-secret-file, the scheduler's secret")
+    return None
+
+
+def secure(socket: zmq.Socket[bytes], keys: LinkKeys | None) -> None:
+    """Set the CURVE options of a socket that will connect to the scheduler."""
+    if keys is not None:
+        socket.curve_serverkey = keys.server_public
+        socket.curve_publickey = keys.client_public
+        socket.curve_secretkey = keys.client_secret

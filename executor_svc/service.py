@@ -1,0 +1,158 @@
+"""The executor service: a loop that takes plans from the link and gives them to the worker, until told to go."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import secrets
+import signal
+import socket
+import sys
+import time
+from types import FrameType
+
+from executor_svc.assets import AssetStore
+from executor_svc.link import Link
+from executor_svc.model_runner import ModelRunner
+from executor_svc.models.base import Model
+from executor_svc.slots import SlotLimits, Slots
+from executor_svc.worker import Worker
+from protos.link_keys import LinkKeys
+from protos.step import PROTOCOL_VERSIONS, Hello, Limits, Load, ModelCard
+from protos.wire import Epoch
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT = 1.0  # seconds between looks at the drain state when nothing happens
+DRAIN_PATIENCE = 2.0  # seconds without a slot in use before a draining executor leaves without the core's Drain
+
+
+class ExecutorService:
+    """Owns the worker and the link of one loaded model. ``run`` returns when the executor is to exit."""
+
+    def __init__(
+        self,
+        model: Model,
+        assets: dict[str, bytes],
+        limits: Limits,
+        scheduler: str,
+        executor_name: str,
+        *,
+        name: str | None = None,
+        device: str = "cpu",
+        device_text: str = "",
+        overlap: bool = False,
+        keys: LinkKeys | None = None,
+    ) -> None:
+        facts = model.facts
+        self.slots = Slots(
+            SlotLimits(
+                num_blocks=limits.num_blocks,
+                block_size=limits.block_size,
+                max_slots=limits.max_slots,
+                max_batch_tokens=limits.max_batch_tokens,
+                vocab_size=facts.vocab_size,
+                context_length=facts.context_length,
+            )
+        )
+        store = AssetStore(assets)
+        hello = Hello(
+            versions=PROTOCOL_VERSIONS,
+            executor=executor_name,
+            instance=secrets.randbits(64),
+            model=ModelCard(
+                name=name or facts.name,
+                architecture=facts.architecture,
+                fingerprint=facts.fingerprint,
+                numerics=facts.numerics,
+                vocab_size=facts.vocab_size,
+                context_length=facts.context_length,
+                eos_token_ids=facts.eos_token_ids,
+                assets=store.listed,
+            ),
+            limits=limits,
+            device=device_text,
+        )
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self.link = Link(
+            scheduler, hello, store, self._begin_epoch, self._load, keys=keys, wake=self._wake_read.fileno()
+        )
+        self.worker = Worker(self.slots, ModelRunner(model, limits.max_slots, device), self.link.send, overlap)
+        self._stops = 0  # how often it was told to go
+        self._announced = False
+        self._unused_since = 0.0
+
+    def install_signal_handlers(self) -> None:
+        """SIGTERM and SIGINT: drain; a second one: leave now."""
+        signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def stop(self) -> None:
+        """Ask to drain (from any thread); a second call: leave now."""
+        self._stops += 1
+        self._wake_write.send(b"\0")
+
+    def run(self) -> None:
+        """Serve until drained or stopped twice; says goodbye and closes the link."""
+        reason = "stopped"
+        try:
+            while not (reason := self._should_leave()):
+                held = self.worker.previous is not None
+                plan = self.link.next_plan(0.0 if held else IDLE_WAIT)
+                if plan is not None:
+                    self.worker.execute_plan(plan)
+                elif held:
+                    self.worker.finish_previous()  # no next plan is queued: its tokens go out now
+                self._drain_wakes()
+        finally:
+            self.worker.finish_previous()
+            self.link.close(reason)
+            self._wake_read.close()
+            self._wake_write.close()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _should_leave(self) -> str:
+        """Why to leave now, or an empty text."""
+        if not self._stops:
+            return ""
+        if self._stops > 1:
+            return "stopped"
+        if not self._announced:
+            self._announced = True
+            self._unused_since = time.monotonic()
+            log.info("draining", extra={"slots": self.slots.slots_used})
+            self.link.announce_draining()
+        if self.worker.previous is not None:
+            return ""
+        if self.link.drained or not self.link.connected:
+            return "drained"
+        now = time.monotonic()
+        if self.slots.slots_used:
+            self._unused_since = now
+        return "drained" if now - self._unused_since > DRAIN_PATIENCE else ""
+
+    def _begin_epoch(self, epoch: Epoch) -> None:
+        self.worker.begin_epoch(epoch)
+
+    def _load(self) -> Load:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return Load(
+            slots_used=self.slots.slots_used,
+            blocks_used=self.slots.blocks_used,
+            memory_bytes=peak * (1 if sys.platform == "darwin" else 1024),
+            steps=self.worker.steps,
+        )
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._stops += 1
+
+    def _drain_wakes(self) -> None:
+        try:
+            while self._wake_read.recv(64):
+                pass
+        except BlockingIOError:
+            pass

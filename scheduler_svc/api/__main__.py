@@ -1,0 +1,146 @@
+"""One API worker: ``python -m scheduler_svc.api --front ipc:///run/stepwire/front --listen 127.0.0.1:50051``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+
+from scheduler_svc import logs
+from scheduler_svc.api.core_link import LinkConfig
+from scheduler_svc.api.server import ApiServer, ServerConfig
+from scheduler_svc.api.service import ServiceConfig
+
+log = logging.getLogger("scheduler_svc.api")
+
+
+def parser() -> argparse.ArgumentParser:
+    parse = argparse.ArgumentParser(prog="python -m scheduler_svc.api", description=__doc__)
+    parse.add_argument("--front", required=True, metavar="ipc://PATH", help="where the scheduler core listens")
+    parse.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="gRPC address (%(default)s)")
+    parse.add_argument("--worker-name", default="api-0", metavar="NAME", help="unique among workers (%(default)s)")
+    parse.add_argument("--reuse-port", action="store_true", help="share the port with other workers (SO_REUSEPORT)")
+    parse.add_argument("--metrics", metavar="HOST:PORT", help="serve Prometheus metrics there (default: not)")
+    parse.add_argument("--no-reflection", action="store_true", help="do not serve gRPC reflection")
+    parse.add_argument("--window", type=_positive, default=65536, help="unacknowledged tokens (%(default)s)")
+    parse.add_argument("--max-streams", type=_positive, default=8192, help="open streams (%(default)s)")
+    parse.add_argument(
+        "--core-down-limit", type=_seconds, default=15.0, help="core away: UNAVAILABLE after (%(default)s s)"
+    )
+    parse.add_argument("--model-patience", type=_seconds, default=15.0, help="wait for a first model (%(default)s s)")
+    parse.add_argument(
+        "--slow-client", type=_seconds, default=60.0, help="nothing read: given up after (%(default)s s)"
+    )
+    parse.add_argument("--slow-tokens", type=_positive, default=1024, help="... with so many waiting (%(default)s)")
+    parse.add_argument("--leave-grace", type=_seconds, default=2.0, help="SIGTERM: still accepting for (%(default)s s)")
+    parse.add_argument("--drain-limit", type=_seconds, default=60.0, help="... then streams may take (%(default)s s)")
+    logs.add_arguments(parse)
+    return parse
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value}: must be at least 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds")
+    return value
+
+
+def _host_port(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{text!r}: must be HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def config_of(args: argparse.Namespace) -> ServerConfig:
+    """Raises ValueError for what cannot be served."""
+    if not args.front.startswith("ipc://"):
+        raise ValueError(f"--front {args.front!r}: must be an ipc:// address")
+    if not args.listen.startswith("unix:"):
+        _host_port(args.listen)
+    return ServerConfig(
+        link=LinkConfig(
+            address=args.front,
+            worker=args.worker_name,
+            incarnation=secrets.randbits(64),
+            window=args.window,
+            down_limit=args.core_down_limit,
+        ),
+        listen=args.listen,
+        reuse_port=args.reuse_port,
+        reflection=not args.no_reflection,
+        leave_grace=args.leave_grace,
+        drain_limit=args.drain_limit,
+        service=ServiceConfig(
+            max_streams=args.max_streams,
+            model_patience=args.model_patience,
+            slow_seconds=args.slow_client,
+            slow_tokens=args.slow_tokens,
+        ),
+    )
+
+
+async def serve(config: ServerConfig, metrics_address: str | None) -> int:
+    """Runs until SIGTERM or SIGINT (drains; a second one ends at once). Returns the exit status."""
+    loop = asyncio.get_running_loop()
+    asked = asyncio.Event()
+    again = asyncio.Event()
+
+    def on_signal() -> None:
+        (again if asked.is_set() else asked).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    server = ApiServer(config)
+    try:
+        await server.start()
+        if metrics_address:
+            server.metrics.serve(*_host_port(metrics_address))
+    except (RuntimeError, OSError) as error:
+        log.error("cannot listen", extra={"address": config.listen, "metrics": metrics_address, "reason": str(error)})
+        await server.stop()
+        return 1
+    failed = asyncio.create_task(server.wait_failed())
+    first = asyncio.create_task(asked.wait())
+    await asyncio.wait([failed, first], return_when=asyncio.FIRST_COMPLETED)
+    if failed.done():
+        log.error("worker failed", exc_info=failed.exception())
+        await server.stop()
+        return 1
+    failed.cancel()
+    leaving = asyncio.create_task(server.leave())
+    second = asyncio.create_task(again.wait())
+    await asyncio.wait([leaving, second], return_when=asyncio.FIRST_COMPLETED)
+    if not leaving.done():
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await server.stop()
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parse = parser()
+    args = parse.parse_args(argv)
+    logs.configure(args.worker_name, level=args.log_level, format=args.log_format)
+    try:
+        if args.metrics:
+            _host_port(args.metrics)
+        config = config_of(args)
+    except ValueError as error:
+        parse.error(str(error))
+    return asyncio.run(serve(config, args.metrics))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+"""What may come in: every check of a request that needs neither the core nor the text, in one place.
+
+Each refusal names the field, its value and the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from protos import front
+from protos.stepwire.v1 import inference_pb2 as pb
+from scheduler_svc.api.refusal import Refusal, invalid
+
+if TYPE_CHECKING:
+    from scheduler_svc.api.models import Model
+
+MAX_REQUEST_ID = 128
+MAX_MODEL_NAME = 256
+MAX_CHOICES = 16
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_IDS = 64
+MAX_MESSAGES = 4096
+GREEDY_BELOW = 1e-5  # DESIGN 6: below this temperature the most likely token is taken
+
+
+def check_form(request: pb.GenerateRequest) -> None:
+    """What can be said without knowing the model. Raises Refusal."""
+    if len(request.request_id) > MAX_REQUEST_ID:
+        raise invalid("request_id", f"{len(request.request_id)} characters", f"at most {MAX_REQUEST_ID} characters")
+    if len(request.model) > MAX_MODEL_NAME:
+        raise invalid("model", f"{len(request.model)} characters", f"at most {MAX_MODEL_NAME} characters")
+    if not -100 <= request.priority <= 100:
+        raise invalid("priority", request.priority, "-100 to 100")
+    _check_prompt_form(request)
+    _check_sampling(request.sampling)
+    _check_stopping(request.stopping)
+    _check_continuation(request)
+
+
+def check_against(request: pb.GenerateRequest, model: Model) -> None:
+    """What depends on the model. Raises Refusal."""
+    kind = request.WhichOneof("prompt")
+    vocab = model.state.vocab_size
+    if kind == "token_ids":
+        _check_ids("token_ids", request.token_ids.ids, vocab)
+    elif model.tokenizer is None:
+        raise invalid(kind, "text", f"token_ids: model {model.name!r} has no usable tokenizer ({model.text_fault})")
+    elif kind == "chat" and model.template is None:
+        raise invalid("chat", "given", f"text or token_ids: model {model.name!r} has no chat template")
+    if request.stopping.stop and model.tokenizer is None:
+        raise invalid(
+            "stopping.stop", "given", f"absent: model {model.name!r} has no usable tokenizer ({model.text_fault})"
+        )
+    _check_ids("stopping.stop_token_ids", request.stopping.stop_token_ids, vocab)
+    for i, choice in enumerate(request.continue_from):
+        _check_ids(f"continue_from[{i}].token_ids", choice.token_ids, vocab)
+
+
+def check_length(request: pb.GenerateRequest, model: Model, prompt_tokens: int) -> None:
+    """That the prompt, of so many tokens, leaves room for at least one more. Raises Refusal."""
+    state = model.state
+    if prompt_tokens == 0:
+        raise invalid("prompt", "empty", "at least one token")
+    if prompt_tokens >= state.context_length:
+        raise invalid(
+            "prompt",
+            f"{prompt_tokens} tokens",
+            f"fewer than the context's {state.context_length}, which hold prompt and output together",
+        )
+    if 0 < state.max_sequence_tokens <= prompt_tokens:
+        raise invalid(
+            "prompt",
+            f"{prompt_tokens} tokens",
+            f"fewer than {state.max_sequence_tokens}, the most that any known executor of {model.name!r} can hold",
+        )
+
+
+def _check_prompt_form(request: pb.GenerateRequest) -> None:
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise invalid("prompt", "absent", "one of text, token_ids and chat")
+    if kind == "token_ids" and not request.token_ids.ids:
+        raise invalid("token_ids", "empty", "at least one id")
+    if kind == "chat" and not 1 <= len(request.chat.messages) <= MAX_MESSAGES:
+        raise invalid("chat.messages", f"{len(request.chat.messages)} messages", f"1 to {MAX_MESSAGES} messages")
+    if kind == "chat":
+        for i, message in enumerate(request.chat.messages):
+            if not message.role:
+                raise invalid(f"chat.messages[{i}].role", "empty", "a role that the model's template knows")
+
+
+def _check_sampling(sampling: pb.Sampling) -> None:
+    _check_range("sampling.temperature", sampling, "temperature", 0.0, 100.0)
+    _check_range("sampling.min_p", sampling, "min_p", 0.0, 1.0)
+    _check_range("sampling.top_p", sampling, "top_p", 0.0, 1.0)
+    if sampling.HasField("top_p") and sampling.top_p <= 0.0:
+        raise invalid("sampling.top_p", sampling.top_p, "above 0, up to 1")
+    if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:
+        raise invalid("sampling.n", sampling.n, f"1 to {MAX_CHOICES}")
+
+
+def _check_range(field: str, message: pb.Sampling, name: str, low: float, high: float) -> None:
+    if not message.HasField(name):
+        return
+    value = getattr(message, name)
+    if math.isnan(value) or not low <= value <= high:
+        raise invalid(field, value, f"{low:g} to {high:g}")
+
+
+def _check_stopping(stopping: pb.Stopping) -> None:
+    if stopping.HasField("max_tokens") and stopping.max_tokens < 1:
+        raise invalid("stopping.max_tokens", stopping.max_tokens, "1 and up, or absent")
+    if len(stopping.stop) > MAX_STOPS:
+        raise invalid("stopping.stop", f"{len(stopping.stop)} strings", f"at most {MAX_STOPS} strings")
+    for i, stop in enumerate(stopping.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            raise invalid(f"stopping.stop[{i}]", f"{len(stop)} characters", f"1 to {MAX_STOP_CHARS} characters")
+    if len(stopping.stop_token_ids) > MAX_STOP_IDS:
+        raise invalid("stopping.stop_token_ids", f"{len(stopping.stop_token_ids)} ids", f"at most {MAX_STOP_IDS} ids")
+
+
+def _check_continuation(request: pb.GenerateRequest) -> None:
+    choices = request.sampling.n if request.sampling.HasField("n") else 1
+    seen = set()
+    for i, choice in enumerate(request.continue_from):
+        field = f"continue_from[{i}].index"
+        if choice.index >= choices:
+            raise invalid(field, choice.index, f"below the number of choices, {choices}")
+        if choice.index in seen:
+            raise invalid(field, choice.index, "named once")
+        seen.add(choice.index)
+
+
+def check_seed(request: pb.GenerateRequest, temperature: float) -> None:
+    """A continuation that draws must draw as the first call did. Raises Refusal."""
+    if request.continue_from and not request.sampling.HasField("seed") and temperature >= GREEDY_BELOW:
+        raise invalid("sampling.seed", "absent", "that of `started`, where continue_from is given")
+
+
+def check_continued(index: int, given: int, taken: int) -> None:
+    """That a choice's ids do not go past the end that they themselves brought. Raises Refusal."""
+    if taken < given:
+        raise invalid(
+            f"continue_from[index={index}].token_ids",
+            f"{given} ids",
+            f"at most {taken}: the choice ended there",
+        )
+
+
+def _check_ids(field: str, ids: object, vocab_size: int) -> None:
+    highest = max(ids, default=0)  # type: ignore[call-overload]
+    if highest >= vocab_size:
+        position = list(ids).index(highest)  # type: ignore[call-overload]
+        raise invalid(f"{field}[{position}]", highest, f"below the vocabulary's {vocab_size}")
+
+
+def unknown_model(name: str, known: list[str]) -> Refusal:
+    listed = ", ".join(sorted(known)) or "none"
+    shown = name if len(name) <= 64 else f"{name[:64]}..."
+    return Refusal(front.NOT_FOUND, f"model {shown!r} is not known here (known: {listed})", field="model", value=shown)

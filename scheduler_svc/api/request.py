@@ -1,0 +1,182 @@
+"""The canonical request: what a client asked for, with every absent field decided.
+
+Made once, at acceptance; everything later (the first submission, a continuation after the core restarted) reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+
+from protos.front import INVALID_ARGUMENT
+from protos.step import SamplingParams
+from protos.stepwire.v1 import inference_pb2 as pb
+from protos.wire import LE_INT32, pack_int32
+from scheduler_svc.api import door
+from scheduler_svc.api.models import Model
+from scheduler_svc.api.refusal import Refusal, invalid
+from scheduler_svc.api.text.chat_template import TemplateFault
+from scheduler_svc.api.text.detokenizer import Detokenizer
+from scheduler_svc.api.text.output import Output
+from scheduler_svc.api.text.stops import StopStrings
+from scheduler_svc.api.text.tokenizer import MAX_PIECE_BYTES
+from scheduler_svc.prefix_hash import block_hashes
+
+INLINE_CHARS = 2048  # a text up to this long is encoded at once: a thread would cost more
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """What the client already has of one choice."""
+
+    ids: tuple[int, ...]
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    request_id: str
+    model: Model
+    prompt: bytes  # int32 ids
+    prompt_tokens: int
+    starts_text: bool  # the output is a text of its own, not the prompt's going on
+    sampling: SamplingParams
+    choices: int
+    max_tokens: int  # 0: up to the context's end
+    limit: int  # outputs of a choice, at most: of max_tokens and the context
+    stop: tuple[str, ...]
+    stops: StopStrings | None
+    stop_ids: tuple[int, ...]
+    ignore_eos: bool
+    priority: int
+    continued: dict[int, Continued]
+    is_continuation: bool
+    arrival: float  # Unix seconds
+    deadline: float  # Unix seconds; 0: none
+    block_hashes: bytes
+
+    def output(self) -> Output:
+        """An empty output of one choice."""
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            detokenizer, special = None, {}
+        else:
+            detokenizer, special = Detokenizer(tokenizer.pieces, self.starts_text), tokenizer.pieces.special
+        return Output(
+            detokenizer,
+            eos=frozenset() if self.ignore_eos else frozenset(self.model.state.eos_token_ids),
+            stop_ids=frozenset(self.stop_ids),
+            limit=self.limit,
+            stops=self.stops,
+            special_text=lambda token: special.get(token, ""),
+        )
+
+
+async def canonical(
+    proto: pb.GenerateRequest, model: Model, *, arrival: float, deadline: float, pool: Executor
+) -> Request:
+    """Checks ``proto`` against ``model`` and completes it. ``pool`` runs what takes long. Raises Refusal.
+
+    The form (door.check_form) was checked before the model was looked up.
+    """
+    door.check_against(proto, model)
+    sampling = _sampling(proto, model)
+    tokens = await _prompt(proto, model, pool)
+    door.check_length(proto, model, len(tokens))
+    state = model.state
+    room = state.context_length - len(tokens)
+    max_tokens = min(proto.stopping.max_tokens, room) if proto.stopping.HasField("max_tokens") else 0
+    stop = tuple(dict.fromkeys(proto.stopping.stop))
+    return Request(
+        request_id=proto.request_id or uuid.uuid4().hex,
+        model=model,
+        prompt=pack_int32(tokens),
+        prompt_tokens=len(tokens),
+        starts_text=proto.WhichOneof("prompt") == "chat",
+        sampling=sampling,
+        choices=proto.sampling.n if proto.sampling.HasField("n") else 1,
+        max_tokens=max_tokens,
+        limit=max_tokens or room,
+        stop=stop,
+        stops=_stop_strings(stop, model),
+        stop_ids=tuple(dict.fromkeys(proto.stopping.stop_token_ids)),
+        ignore_eos=proto.stopping.ignore_eos,
+        priority=proto.priority,
+        continued={c.index: Continued(tuple(c.token_ids), c.finished) for c in proto.continue_from},
+        is_continuation=bool(proto.continue_from),
+        arrival=arrival,
+        deadline=deadline,
+        block_hashes=block_hashes(state.fingerprint, "", tokens, state.block_size),
+    )
+
+
+def _stop_strings(stop: tuple[str, ...], model: Model) -> StopStrings | None:
+    if not stop or model.tokenizer is None:
+        return None
+    return StopStrings(stop, model.tokenizer.pieces.special.values())
+
+
+def _sampling(proto: pb.GenerateRequest, model: Model) -> SamplingParams:
+    asked, defaults = proto.sampling, model.defaults
+    temperature = asked.temperature if asked.HasField("temperature") else defaults.temperature
+    door.check_seed(proto, temperature)
+    return SamplingParams(
+        temperature=temperature + 0.0,  # -0.0 is 0.0
+        # At or above the vocabulary it keeps everything: off.
+        top_k=_below(asked.top_k if asked.HasField("top_k") else defaults.top_k, model.state.vocab_size),
+        top_p=asked.top_p if asked.HasField("top_p") else defaults.top_p,
+        min_p=asked.min_p if asked.HasField("min_p") else defaults.min_p,
+        seed=asked.seed if asked.HasField("seed") else secrets.randbits(64),
+    )
+
+
+def _below(top_k: int, vocab_size: int) -> int:
+    return top_k if top_k < vocab_size else 0
+
+
+async def _prompt(proto: pb.GenerateRequest, model: Model, pool: Executor) -> np.ndarray:
+    """The prompt's ids, int32."""
+    kind = proto.WhichOneof("prompt")
+    if kind == "token_ids":
+        return np.fromiter(proto.token_ids.ids, dtype=LE_INT32, count=len(proto.token_ids.ids))
+    most = MAX_PIECE_BYTES * model.state.context_length
+    if kind == "text":
+        size = len(proto.text)
+    else:
+        size = sum(len(message.content) for message in proto.chat.messages)
+    if size > most:
+        raise invalid(kind, f"{size} characters", f"at most {most}: the context is {model.state.context_length} tokens")
+    if kind == "text" and size <= INLINE_CHARS:
+        ids = _encode_text(proto, model, most)
+    else:
+        work = _encode_text if kind == "text" else _encode_chat
+        ids = await asyncio.get_running_loop().run_in_executor(pool, work, proto, model, most)
+    if ids and max(ids) >= model.state.vocab_size:
+        raise Refusal(
+            INVALID_ARGUMENT,
+            f"{kind}: the tokenizer gives id {max(ids)}, but the model's vocabulary is {model.state.vocab_size}",
+            field=kind,
+        )
+    return np.asarray(ids, dtype=LE_INT32)
+
+
+def _encode_text(proto: pb.GenerateRequest, model: Model, most: int) -> list[int]:
+    assert model.tokenizer is not None
+    return model.tokenizer.encode(proto.text, bos=True)
+
+
+def _encode_chat(proto: pb.GenerateRequest, model: Model, most: int) -> list[int]:
+    assert model.tokenizer is not None
+    assert model.template is not None
+    messages = [{"role": message.role, "content": message.content} for message in proto.chat.messages]
+    try:
+        text = model.template.render(messages, most)
+    except TemplateFault as fault:
+        raise Refusal(INVALID_ARGUMENT, f"chat: the model's template says: {fault}", field="chat") from fault
+    # A template writes the BOS token itself where it wants one.
+    return model.tokenizer.encode(text, bos=False)

@@ -1,0 +1,205 @@
+"""stepwire.v1.Inference: the three calls, as thin as they can be over Stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from protos import front
+from protos.stepwire.v1 import inference_pb2 as pb
+from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
+from scheduler_svc.api import door
+from scheduler_svc.api.core_link import CoreLink
+from scheduler_svc.api.metrics import Metrics
+from scheduler_svc.api.models import Model, ModelRegistry
+from scheduler_svc.api.refusal import Refusal
+from scheduler_svc.api.request import canonical
+from scheduler_svc.api.stream import Stream
+
+log = logging.getLogger(__name__)
+
+SERVICE_NAME = "stepwire.v1.Inference"
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    max_streams: int = 8192  # open at once in this worker; beyond: RESOURCE_EXHAUSTED
+    model_patience: float = 15.0  # seconds that a request waits for a first model, or for a model's files
+    slow_seconds: float = 60.0  # a client that reads nothing for so long, with more than ...
+    slow_tokens: int = 1024  # ... so many tokens waiting for it, is given up
+
+
+class ClientGone(Exception):
+    """A write failed. grpc.aio says so with exceptions of its own, not with CancelledError."""
+
+
+class InferenceService(pb_grpc.InferenceServicer):
+    def __init__(self, link: CoreLink, models: ModelRegistry, metrics: Metrics, config: ServiceConfig) -> None:
+        self._link = link
+        self._models = models
+        self._metrics = metrics
+        self._config = config
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self.open_calls = 0
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def ListModels(
+        self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[_describe(model) for model in self._models.announced()])
+
+    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
+        response = pb.GenerateResponse()
+        async with self._call("Generate", context) as call, self._stream(request, context, call, False) as stream:
+            response = await stream.whole()
+            self._count_end(stream, call)
+        if call.refusal is not None:
+            await context.abort(call.refusal.status, call.refusal.message, call.refusal.trailers())
+        return response
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        async with self._call("GenerateStream", context) as call, self._stream(request, context, call, True) as stream:
+            while (message := await stream.next()) is not None:
+                call.observe(stream, message)
+                stream.writing_since = time.monotonic()
+                try:
+                    await context.write(message)
+                except Exception as error:
+                    raise ClientGone(repr(error)) from error
+                finally:
+                    stream.writing_since = 0.0
+            self._count_end(stream, call)
+        if call.refusal is not None:
+            await context.abort(call.refusal.status, call.refusal.message, call.refusal.trailers())
+
+    def sweep(self) -> None:
+        """Gives up streams whose client does not read; to be called about once a second."""
+        now = time.monotonic()
+        for stream in list(self._link.open):
+            since = stream.writing_since
+            if since and now - since > self._config.slow_seconds and stream.unread > self._config.slow_tokens:
+                stream.evicted = True
+                if stream.task is not None:
+                    stream.task.cancel()  # the write would wait for the client for ever
+
+    @asynccontextmanager
+    async def _stream(
+        self, proto: pb.GenerateRequest, context: grpc.aio.ServicerContext, call: _Call, streaming: bool
+    ) -> AsyncIterator[Stream]:
+        """An accepted stream; whatever happens, it is closed in the core too, before the client is told anything."""
+        arrival = time.time()
+        door.check_form(proto)
+        if len(self._link.open) >= self._config.max_streams:
+            raise Refusal(front.RESOURCE_EXHAUSTED, f"{self._config.max_streams} streams are open here already")
+        remaining = context.time_remaining()
+        model = await self._models.resolve(proto.model, self._config.model_patience)
+        request = await canonical(
+            proto,
+            model,
+            arrival=arrival,
+            deadline=arrival + remaining if remaining is not None else 0.0,
+            pool=self._pool,
+        )
+        stream = Stream(request, streaming=streaming)
+        stream.task = asyncio.current_task()
+        call.stream = stream
+        if not stream.ended:
+            self._link.add(stream)
+        try:
+            await stream.wait_accepted()
+            self._metrics.accepted_after.observe(time.monotonic() - call.began)
+            self._metrics.prompt_tokens.inc(request.prompt_tokens)
+            yield stream
+        finally:
+            self._link.remove(stream)
+            self._metrics.output_tokens.inc(stream.new_tokens)
+
+    @asynccontextmanager
+    async def _call(self, method: str, context: grpc.aio.ServicerContext) -> AsyncIterator[_Call]:
+        """Turns what ends a call into a refusal to be sent (``call.refusal``), and counts it."""
+        call = _Call(self._metrics)
+        self.open_calls += 1
+        status = "OK"
+        try:
+            yield call
+        except Refusal as refusal:
+            call.refusal = refusal
+        except ClientGone:
+            status = "CANCELLED"
+        except asyncio.CancelledError:
+            if call.stream is None or not call.stream.evicted:
+                remaining = context.time_remaining()
+                status = "DEADLINE_EXCEEDED" if remaining is not None and remaining <= 0 else "CANCELLED"
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            task.uncancel()
+            self._metrics.slow_readers.inc()
+            call.refusal = Refusal(
+                front.RESOURCE_EXHAUSTED,
+                f"nothing was read for {self._config.slow_seconds:g} s, and {call.stream.unread} tokens wait",
+            )
+        except Exception:
+            log.exception("call failed", extra={"method": method})
+            call.refusal = Refusal(front.INTERNAL, "internal error")
+        finally:
+            self.open_calls -= 1
+            if call.refusal is not None:
+                status = call.refusal.status.name
+            self._metrics.requests.labels(method, status).inc()
+
+    def _count_end(self, stream: Stream, call: _Call) -> None:
+        self._metrics.cached_tokens.inc(stream.usage().cached_tokens)
+
+
+class _Call:
+    """One call on its way: what it will end with, and the times of its tokens."""
+
+    __slots__ = ("_last", "_metrics", "began", "refusal", "stream")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.began = time.monotonic()
+        self.refusal: Refusal | None = None
+        self.stream: Stream | None = None
+        self._last = 0.0
+        self._metrics = metrics
+
+    def observe(self, stream: Stream, message: pb.GenerateStreamResponse) -> None:
+        tokens = max((len(delta.token_ids) for delta in message.choices), default=0)
+        if not tokens:
+            return
+        now = time.monotonic()
+        if self._last:
+            self._metrics.inter_token.observe((now - self._last) / tokens)
+        else:
+            self._metrics.first_token.observe(now - self.began)
+        self._last = now
+
+
+def _describe(model: Model) -> pb.Model:
+    state, defaults = model.state, model.defaults
+    return pb.Model(
+        name=state.name,
+        architecture=state.architecture,
+        fingerprint=state.fingerprint,
+        context_length=state.context_length,
+        vocab_size=state.vocab_size,
+        max_sequence_tokens=state.max_sequence_tokens,
+        eos_token_ids=state.eos_token_ids,
+        defaults=pb.SamplingDefaults(
+            temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p
+        ),
+        accepts_text=model.tokenizer is not None,
+        accepts_chat=model.template is not None,
+        executors_ready=state.executors_ready,
+        executors_expected=state.executors_expected,
+    )

@@ -1,0 +1,305 @@
+"""One open stream: its choices, what the client still has to get, and its one end.
+
+The core link calls ``on_...`` as messages come; one coroutine of the service takes what has gathered (``take``).
+Nothing here waits for the network: a slow client costs the memory of the ids it has not read, and nobody's time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from protos import front
+from protos.stepwire.v1 import inference_pb2 as pb
+from protos.wire import pack_int32
+from scheduler_svc.api import door
+from scheduler_svc.api.refusal import Refusal, relayed, unavailable
+from scheduler_svc.api.request import Request
+from scheduler_svc.api.text.output import End, Output
+
+_REASONS = {
+    front.STOP_EOS: pb.FINISH_REASON_STOP,
+    front.STOP_ID: pb.FINISH_REASON_STOP,
+    front.STOP_TEXT: pb.FINISH_REASON_STOP,
+    front.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    """``raw`` are ids not yet looked at: without stop strings that is put off until a message is made."""
+
+    output: Output
+    raw: list[int] = field(default_factory=list)
+    sent: int = 0  # ids the client has, those it continued from included
+    finish_sent: bool = False
+    running: bool = True  # the core still owes the end
+    cached_tokens: int = -1
+
+    def settle(self) -> None:
+        if self.raw:
+            self.output.push(self.raw)
+            self.raw = []
+
+    @property
+    def received(self) -> int:
+        return len(self.output.ids) + len(self.raw)
+
+
+class Stream:
+    """Made from a request whose continued ids are valid; raises Refusal where they go past an end."""
+
+    def __init__(self, request: Request, *, streaming: bool) -> None:
+        self.request = request
+        self.streaming = streaming  # else nothing is wanted before the end
+        self.choices: dict[int, ChoiceState] = {}
+        self.error: Refusal | None = None
+        self.accepted = False
+        self.evicted = False  # the client reads too slowly
+        self.writing_since = 0.0  # monotonic; 0: no write in flight
+        self.task: asyncio.Task[None] | None = None
+        self.opened = time.monotonic()
+        self._started_sent = False
+        self._done_sent = False
+        self._finished_before = 0  # ids of choices that the client has whole
+        self._changed = asyncio.Event()
+        for index in range(request.choices):
+            before = request.continued.get(index)
+            if before is not None and before.finished:
+                self._finished_before += len(before.ids)
+                continue
+            output = request.output()
+            if before is not None:
+                taken = output.push(list(before.ids))
+                door.check_continued(index, len(before.ids), taken)
+                output.take_text()  # the client has it
+            self.choices[index] = ChoiceState(output, sent=len(output.ids), running=output.end is None)
+        self._continued = self.completion_tokens
+        if not self._running:
+            self.accepted = True  # nothing is left for the core
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # For the core link
+
+    def submission(self, number: int) -> front.Submit | None:
+        """What the core has to run, as of now; None where nothing is left."""
+        self.settle_all()
+        running = {index: choice for index, choice in self.choices.items() if choice.running}
+        if not running:
+            return None
+        request = self.request
+        return front.Submit(
+            stream=number,
+            request_id=request.request_id,
+            model=request.model.name,
+            prompt=request.prompt,
+            choices=tuple(front.Choice(i, pack_int32(choice.output.ids)) for i, choice in running.items()),
+            sampling=request.sampling,
+            max_tokens=request.max_tokens,
+            stop_ids=pack_int32(request.stop_ids),
+            ignore_eos=request.ignore_eos,
+            stops_on_text=request.stops is not None,
+            priority=request.priority,
+            arrival=request.arrival,
+            deadline=request.deadline,
+            block_hashes=request.block_hashes,
+            continuation=request.is_continuation or self.accepted,
+        )
+
+    def on_accepted(self) -> None:
+        self.accepted = True
+        self._changed.set()
+
+    def on_refused(self, message: front.Rejected | front.Failed) -> None:
+        self.on_link_lost()
+        if not self._running:
+            return  # every choice had ended here: the core failed on what nobody will see
+        refusal = relayed(message)
+        if refusal.code == front.NOT_FOUND and self.accepted:
+            # Accepted once: the model is known, its executors are away.
+            refusal = unavailable(refusal.message, refusal.retry_after)
+        self.fail(refusal)
+
+    def on_tokens(self, index: int, tokens: list[int]) -> End | None:
+        """Takes new ids of a choice; returns its end where they completed a stop string, which the core has to know."""
+        choice = self.choices.get(index)
+        if choice is None or not choice.running or choice.output.end is not None:
+            return None
+        if self.request.stops is None:
+            choice.raw += tokens
+            return None
+        choice.output.push(tokens)
+        end = choice.output.end
+        return end if end is not None and end.reason == front.STOP_TEXT else None
+
+    def seen(self, index: int) -> int:
+        """Ids of a choice in which no stop string was found so far; -1: it ended, or never was."""
+        choice = self.choices.get(index)
+        return -1 if choice is None or choice.output.end is not None else len(choice.output.ids)
+
+    def outputs(self, index: int) -> int:
+        """Ids of a choice up to its end."""
+        return len(self.choices[index].output.ids)
+
+    def on_finished(self, message: front.Finished) -> None:
+        choice = self.choices.get(message.choice)
+        if choice is None or not choice.running:
+            return
+        choice.settle()
+        choice.cached_tokens = message.cached_tokens
+        choice.running = False
+        output = choice.output
+        if output.end is None:
+            if message.outputs != len(output.ids):
+                self.fail(
+                    unavailable(
+                        f"choice {message.choice} has {len(output.ids)} tokens here and {message.outputs} in the core"
+                    )
+                )
+            elif message.reason in _REASONS and message.reason != front.STOP_TEXT:
+                output.finish(End(message.reason, message.stop_token))
+            else:
+                self.fail(Refusal(front.ABORTED, "the request was cancelled"))
+        self.wake()
+
+    def on_link_lost(self) -> None:
+        """The core will say no more of this submission: choices that have ended here need nothing from it."""
+        self.settle_all()
+        for choice in self.choices.values():
+            if choice.output.end is not None:
+                choice.running = False
+        if not self._running:
+            self.wake()
+
+    def fail(self, refusal: Refusal) -> None:
+        """Ends the stream; the first error counts, and none after the end."""
+        if not self.ended:
+            self.error = refusal
+        self._changed.set()
+
+    def wake(self) -> None:
+        """Something may be there for the writer."""
+        if self.streaming or self.error is not None or not self._running:
+            self._changed.set()
+
+    # ----------------------------------------------------------------------------------------------------------------
+    # For the service
+
+    async def wait_accepted(self) -> None:
+        """Returns at acceptance, or raises the Refusal."""
+        while not self.accepted:
+            if self.error is not None:
+                raise self.error
+            await self._changed.wait()
+            self._changed.clear()
+
+    async def next(self) -> pb.GenerateStreamResponse | None:
+        """The next message, or None after the last. Raises the Refusal that ended the stream, after what came before
+        it was taken."""
+        while True:
+            self._changed.clear()
+            message = self.take()
+            if message is not None:
+                return message
+            if self._done_sent:
+                return None
+            if self.error is not None:
+                raise self.error
+            await self._changed.wait()
+
+    def take(self) -> pb.GenerateStreamResponse | None:
+        """Everything the client has not got yet, as one message; None where there is nothing."""
+        message = pb.GenerateStreamResponse()
+        if not self._started_sent:
+            self._started_sent = True
+            message.started.CopyFrom(self.started())
+        for index, choice in self.choices.items():
+            if choice.finish_sent:
+                continue
+            choice.settle()
+            output = choice.output
+            count = len(output.ids)
+            text = output.take_text()
+            if count == choice.sent and not text and output.end is None:
+                continue
+            delta = message.choices.add(index=index, text=text, token_ids=output.ids[choice.sent :])
+            choice.sent = count
+            if output.end is not None:
+                choice.finish_sent = True
+                _write_finish(delta.finish, output.end)
+        if not self._done_sent and not self._running and self.error is None:
+            self._done_sent = True
+            message.usage.CopyFrom(self.usage())
+        return message if message.choices or message.HasField("started") or message.HasField("usage") else None
+
+    async def whole(self) -> pb.GenerateResponse:
+        """The whole answer, at the end. Raises the Refusal that ended the stream."""
+        while self._running and self.error is None:
+            self._changed.clear()
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error
+        response = pb.GenerateResponse(started=self.started(), usage=self.usage())
+        for index, choice in self.choices.items():
+            output = choice.output
+            result = response.choices.add(index=index, text=output.take_text(), token_ids=output.ids[choice.sent :])
+            choice.sent = len(output.ids)
+            assert output.end is not None
+            _write_finish(result.finish, output.end)
+        return response
+
+    def started(self) -> pb.Started:
+        request = self.request
+        return pb.Started(
+            request_id=request.request_id,
+            model=request.model.name,
+            seed=request.sampling.seed,
+            prompt_tokens=request.prompt_tokens,
+        )
+
+    def usage(self) -> pb.Usage:
+        # With several choices the first to be admitted computes the prompt and the others find it.
+        cached = [choice.cached_tokens for choice in self.choices.values() if choice.cached_tokens >= 0]
+        return pb.Usage(
+            prompt_tokens=self.request.prompt_tokens,
+            completion_tokens=self._finished_before + self.completion_tokens,
+            cached_tokens=min(cached, default=0),
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more can come."""
+        return self.error is not None or (self.accepted and not self._running)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(choice.received for choice in self.choices.values())
+
+    @property
+    def new_tokens(self) -> int:
+        """Ids that came from the core for this client."""
+        return self.completion_tokens - self._continued
+
+    @property
+    def unread(self) -> int:
+        """Ids that wait for the client."""
+        return sum(choice.received - choice.sent for choice in self.choices.values())
+
+    def settle_all(self) -> None:
+        for choice in self.choices.values():
+            choice.settle()
+
+    @property
+    def _running(self) -> bool:
+        return any(choice.running for choice in self.choices.values())
+
+
+def _write_finish(finish: pb.Finish, end: End) -> None:
+    finish.reason = _REASONS[end.reason]
+    if end.reason == front.STOP_EOS:
+        finish.eos_token_id = end.token
+    elif end.reason == front.STOP_ID:
+        finish.stop_token_id = end.token
+    elif end.reason == front.STOP_TEXT:
+        finish.stop = end.stop

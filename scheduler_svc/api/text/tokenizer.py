@@ -1,0 +1,69 @@
+"""Text to token ids, as the model's own tokenizer files say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers import Tokenizer as HfTokenizer
+
+from scheduler_svc.api.text.pieces import PieceTable, UnsupportedDecoder
+
+# No vocabulary has a piece this long: a text above this many bytes a token of context cannot fit, whatever it says.
+MAX_PIECE_BYTES = 512
+
+
+class BadTokenizer(ValueError):
+    """The tokenizer's files cannot be used; the message says why."""
+
+
+class Tokenizer:
+    """``pieces`` is for decoding. Encoding releases the GIL: long texts are encoded in a thread (see request.py)."""
+
+    def __init__(self, tokenizer_json: bytes, config: dict[str, Any]) -> None:
+        try:
+            self._hf = HfTokenizer.from_str(tokenizer_json.decode())
+        except Exception as error:  # the library raises bare Exception
+            raise BadTokenizer(f"tokenizer.json: {error}") from error
+        # Truncation and padding are for training batches; a prompt is never cut silently.
+        self._hf.no_truncation()
+        self._hf.no_padding()
+        try:
+            self.pieces = PieceTable(self._hf)
+        except UnsupportedDecoder as error:
+            raise BadTokenizer(f"tokenizer.json: {error}") from error
+        self.special_texts = special_texts(config)
+        self._prefix = self._bos_prefix(config)
+
+    def encode(self, text: str, *, bos: bool) -> list[int]:
+        """Token ids of ``text``; special tokens spelled out in it are recognised. ``bos``: begin as the tokenizer
+        begins a text (nothing, for many models); never adds an end-of-text token."""
+        ids: list[int] = self._hf.encode(text, add_special_tokens=False).ids
+        return self._prefix + ids if bos else ids
+
+    def _bos_prefix(self, config: dict[str, Any]) -> list[int]:
+        """What the tokenizer puts before a text: by its post-processor, unless ``add_bos_token`` says otherwise."""
+        wanted = config.get("add_bos_token")
+        if wanted is False:
+            return []
+        probe = "a"
+        framed = self._hf.encode(probe, add_special_tokens=True).ids
+        bare = self._hf.encode(probe, add_special_tokens=False).ids
+        start = next((i for i in range(len(framed)) if framed[i : i + len(bare)] == bare), 0) if bare else 0
+        if start or not wanted:
+            return list(framed[:start])
+        bos = self._hf.token_to_id(self.special_texts.get("bos_token", ""))
+        if bos is None:
+            raise BadTokenizer("tokenizer_config.json: add_bos_token, but no bos_token in the vocabulary")
+        return [bos]
+
+
+def special_texts(config: dict[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like, by name, as chat templates expect them."""
+    texts = {}
+    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if isinstance(value, str):
+            texts[name] = value
+    return texts

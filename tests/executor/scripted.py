@@ -16,6 +16,7 @@ from protos.step import Admission, Hello, SamplingParams, StepPlan, ToCore, ToEx
 from protos.wire import Epoch, pack_int32
 
 TIMEOUT_MS = 20_000
+FIRST_EPOCH = Epoch(7, 1)
 GREEDY = SamplingParams(temperature=0.0)
 T = TypeVar("T")
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 class Planner:
     """Builds plans with right digests. Blocks are given out by the test."""
 
-    def __init__(self, epoch: Epoch = Epoch(7, 1), max_slots: int = 64) -> None:
+    def __init__(self, epoch: Epoch = FIRST_EPOCH, max_slots: int = 64) -> None:
         self.epoch = epoch
         self.seq = 0
         self.digest = epoch_digest(epoch)
@@ -137,7 +138,7 @@ class ScriptedCore:
     def send_raw(self, *frames: bytes) -> None:
         self.socket.send_multipart([self.peer, *frames])
 
-    def welcome(self, epoch: Epoch = Epoch(7, 1)) -> Planner:
+    def welcome(self, epoch: Epoch = FIRST_EPOCH) -> Planner:
         """Wait for a Hello, welcome it, and start planning."""
         self.expect(Hello)
         self.send(Welcome(epoch=epoch, version=1, depth=2))

@@ -1,0 +1,23 @@
+# The scheduler service and the client: CPU only, no torch, no model files.
+FROM python:3.11-slim-bookworm
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /build
+# What the project needs, apart from its code, which changes more often. deploy/wheels: see the README there.
+RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
+    --mount=type=bind,source=constraints.txt,target=constraints.txt \
+    --mount=type=bind,source=README.md,target=README.md \
+    --mount=type=bind,source=LICENSE,target=LICENSE \
+    --mount=type=bind,source=deploy/wheels,target=wheels \
+    pip install --find-links wheels -c constraints.txt '.[scheduler]' && rm -rf build stepwire.egg-info
+RUN --mount=type=bind,target=/source \
+    cp -r /source/. . && pip install --no-deps --force-reinstall -c constraints.txt . \
+    && mkdir -p /app/deploy && cp deploy/*.py /app/deploy && rm -rf /build/*
+WORKDIR /app
+RUN useradd --system --uid 10001 --no-create-home stepwire
+USER stepwire
+EXPOSE 50051 5600
+# NOT_SERVING (so "unhealthy") until an executor has brought a model.
+HEALTHCHECK --interval=5s --timeout=5s --start-period=60s --retries=3 CMD ["python", "-m", "stepwire.probe"]
+ENTRYPOINT ["python", "-m", "scheduler_svc"]
+CMD ["--listen=0.0.0.0:50051"]

@@ -1,0 +1,104 @@
+"""The command line of the scheduler service: what goes to whom, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler_svc import __main__ as service
+from scheduler_svc.api import __main__ as api
+
+
+def options(parse: argparse.ArgumentParser) -> dict[str, bool]:
+    """Long option -> whether it takes a value."""
+    return {
+        name: action.nargs != 0
+        for action in parse._actions
+        for name in action.option_strings
+        if name.startswith("--") and name != "--help"
+    }
+
+
+def test_every_flag_of_the_api_workers_can_be_given() -> None:
+    set_by_the_supervisor = {"--front", "--listen", "--worker-name", "--reuse-port", "--metrics"}
+    shared = {"--log-level", "--log-format"}
+    wanted = {
+        name: value for name, value in options(api.parser()).items() if name not in set_by_the_supervisor | shared
+    }
+    assert {name: metavar is not None for name, metavar in service.API_FLAGS.items()} == wanted
+
+
+def test_the_drain_defaults_are_those_of_the_api_workers() -> None:
+    defaults = api.parser().parse_args(["--front", "ipc:///x"])
+    assert (defaults.leave_grace, defaults.drain_limit) == (service.DEFAULT_LEAVE_GRACE, service.DEFAULT_DRAIN_LIMIT)
+    assert service.patience(service.parser().parse_args([])).drain > defaults.leave_grace + defaults.drain_limit
+
+
+def test_flags_go_where_they_belong() -> None:
+    args, rest = service.parser().parse_known_args(
+        ["--depth", "3", "--listen", "127.0.0.1:1", "--api-workers", "2", "--metrics", "127.0.0.1:9000",
+         "--drain-limit", "7", "--no-reflection", "--log-format", "json", "--executors", "tcp://127.0.0.1:2"]
+    )  # fmt: skip
+    core = service.core_command(args, "ipc:///f", rest)
+    assert core[1:] == [
+        "-m", "scheduler_svc.core", "--listen", "tcp://127.0.0.1:2", "--front", "ipc:///f",
+        "--log-level", "info", "--log-format", "json", "--depth", "3",
+    ]  # fmt: skip
+    worker = api.parser().parse_args(service.worker_command(args, "ipc:///f", 1)[3:])
+    assert (worker.worker_name, worker.listen, worker.reuse_port) == ("api-1", "127.0.0.1:1", True)
+    assert (worker.metrics, worker.drain_limit, worker.no_reflection) == ("127.0.0.1:9001", 7.0, True)
+    assert service.patience(args).drain == 7.0 + 2.0 + service.DRAIN_MARGIN
+
+
+def test_one_worker_does_not_share_its_port() -> None:
+    args = service.parser().parse_args([])
+    assert "--reuse-port" not in service.worker_command(args, "ipc:///f", 0)
+
+
+def run(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "scheduler_svc", *flags], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_an_address_in_use_is_refused_in_one_line() -> None:
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as API workers bind
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        done = run("--listen", address, "--api-workers", "2")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith(f"--listen {address}: Address already in use")
+
+
+@pytest.mark.parametrize("flags", [["--listen", "nonsense"], ["--api-workers", "0"], ["--metrics", "9000"]])
+def test_nonsense_is_refused(flags: list[str]) -> None:
+    assert run(*flags).returncode == 2
+
+
+def test_a_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    done = run("--listen", "127.0.0.1:0", "--run-dir", str(tmp_path))
+    assert done.returncode == 2
+    assert "mode 0700" in done.stderr
+
+
+def test_the_default_run_dir_is_private_and_goes_away() -> None:
+    with service.run_dir(None) as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert not folder.exists()
+
+
+def test_a_given_run_dir_is_made_private_and_stays(tmp_path: Path) -> None:
+    with service.run_dir(tmp_path / "a" / "b") as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        (folder / service.SOCKET_NAME).touch()
+    assert folder.exists()
+    assert not (folder / service.SOCKET_NAME).exists()

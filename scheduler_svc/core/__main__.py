@@ -1,0 +1,79 @@
+"""``python -m scheduler_svc.core``: the scheduler core as a process."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+import zmq
+
+from scheduler_svc import logs
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.core import Core
+from scheduler_svc.core.fault_injection import FaultInjector
+from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
+
+# Option -> (field of CoreConfig, what it means).
+_OPTIONS = {
+    "--depth": ("depth", "plans unanswered per executor"),
+    "--max-prefill-chunk": ("max_prefill_chunk", "tokens of a prompt in one step (0: what the budget allows)"),
+    "--max-batch-tokens": ("max_batch_tokens", "new tokens a step (0: the executor's limit)"),
+    "--kv-blocks-limit": ("kv_blocks_limit", "cap every executor's KV pool, in blocks (0: none)"),
+    "--max-waiting": ("max_waiting", "waiting sequences per model"),
+    "--ageing": ("ageing", "seconds of waiting worth one priority class"),
+    "--prefix-wait": ("prefix_wait", "seconds to wait for a prefix that is being computed"),
+    "--text-run-ahead": ("text_run_ahead", "tokens past the acknowledgement of a stream that stops on text"),
+    "--wait-for-executor": ("wait_for_executor", "seconds that requests wait for an executor of their model"),
+    "--startup-grace": ("startup_grace", "seconds after a start in which unknown models may still come"),
+    "--step-timeout": ("step_timeout", "seconds of age at which an unanswered step means a hung executor"),
+    "--step-timeout-per-token": ("step_timeout_per_token", "seconds more for each of its tokens"),
+    "--quarantine": ("quarantine", "seconds that an executor is kept away after losing epochs in a row"),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(prog="python -m scheduler_svc.core", description=__doc__, allow_abbrev=False)
+    result.add_argument("--listen", default="tcp://127.0.0.1:5600", help="where executors connect (%(default)s)")
+    result.add_argument("--front", required=True, help="ipc:// endpoint for API workers")
+    result.add_argument("--link-secret-file", type=Path, metavar="FILE", help="shared secret, needed off loopback")
+    result.add_argument("--no-prefix-cache", action="store_true", help="neither look up nor keep prefixes")
+    logs.add_arguments(result)
+    result.add_argument("--inject", default="", metavar="FAULTS", help="tests only: KIND@PLAN,... (fault_injection.py)")
+    defaults = CoreConfig()
+    for option, (field, meaning) in _OPTIONS.items():
+        default = getattr(defaults, field)
+        result.add_argument(option, dest=field, type=type(default), default=default, help=f"{meaning} ({default})")
+    return result
+
+
+log = logging.getLogger("scheduler_svc.core")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    logs.configure("core", level=options.log_level, format=options.log_format)
+    try:
+        fields = {field: getattr(options, field) for field, _ in _OPTIONS.values()}
+        config = CoreConfig(prefix_cache=not options.no_prefix_cache, **fields)
+        injector = FaultInjector(options.inject) if options.inject else None
+        secret = options.link_secret_file.read_bytes().strip() if options.link_secret_file else None
+        make_ipc_directory(options.front)
+        clock = steady_clock()
+        shell = Shell(Core(config, clock()), options.listen, options.front, secret, injector)
+    except (ValueError, OSError, zmq.ZMQError) as error:
+        print(f"scheduler core: {error}", file=sys.stderr)
+        return 2
+    shell.stop_on_signals()
+    log.info("core listens", extra={"executors": shell.listening, "front": options.front})
+    try:
+        shell.run(clock)
+    finally:
+        shell.close()
+    log.info("core stopped")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""The scheduler core: a state machine from (message, time) to messages. No socket, no clock, no thread in it.
+
+::
+
+    on_front / on_executor / on_*_gone     apply one event
+    on_tick                                what time alone brings: deadlines, hung executors, pings
+    advance                                make the plans that pipelines have room for
+    take_outbox                            what is to be sent, in order
+
+The shell (loop.py) applies all events that wait, then calls `advance` once, so that requests which come together are
+planned together. Times are Unix seconds, given by the caller, and never run backwards.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections import Counter
+
+from protos import front, step
+from scheduler_svc.core.assets import Assets
+from scheduler_svc.core.commit import Committer
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
+from scheduler_svc.core.fleet import Fleet
+from scheduler_svc.core.front_desk import FrontDesk
+from scheduler_svc.core.outbox import EXECUTOR, Destination, Message, Outbox
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.residency import Residency
+from scheduler_svc.core.routing import Routing
+from scheduler_svc.core.sessions import Sessions
+from scheduler_svc.core.streams import Streams
+from scheduler_svc.core.suspects import Suspects
+from scheduler_svc.core.workers import Workers
+
+log = logging.getLogger(__name__)
+
+_SURVEY_INTERVAL = 1.0  # seconds between looks for requests that nobody can take
+
+
+class Core:
+    def __init__(self, config: CoreConfig, now: float, incarnation: int | None = None) -> None:
+        self.config = config
+        self.started = now
+        self.incarnation = secrets.randbits(64) if incarnation is None else incarnation
+        self.epoch_counter = 0
+        self.submitted = 0  # sequences
+        self.counters: Counter[str] = Counter()
+        self.fleet_changed = False
+
+        self.outbox = Outbox()
+        self.residency = Residency(config)
+        self.routing = Routing(config, self.residency)
+        self.suspects = Suspects(config)
+        self.workers = Workers(self.outbox, config.max_workers)
+        self.streams = Streams(self.outbox, self.residency)
+        self.fleet = Fleet(config, self.outbox)
+        self.assets = Assets(config, self.outbox)
+        self.planner = Planner(config, self.workers, self.residency, self.routing, self.suspects)
+        self.committer = Committer(self.residency, self.streams, self.workers, self.outbox)
+        self.front_desk = FrontDesk(self)
+        self.sessions = Sessions(self)
+        self._last_tick = now
+        self._last_survey = now
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def on_front(self, worker_id: bytes, message: front.ToCore, now: float) -> None:
+        self.outbox.at(now)
+        self.front_desk.handle(worker_id, message, now)
+
+    def on_executor(self, session: bytes, message: step.ToCore, now: float) -> None:
+        self.outbox.at(now)
+        self.sessions.handle(session, message, now)
+
+    def on_session_gone(self, session: bytes, now: float) -> None:
+        """The transport lost this executor. What ran there continues elsewhere, or waits for it."""
+        self.outbox.at(now)
+        executor = self.fleet.sessions.get(session)
+        if executor is not None:
+            log.warning("executor gone", extra={"executor": executor.name, "unanswered": len(executor.inflight)})
+            drained = executor.status is ExecutorStatus.DRAINED
+            self.sessions.end(executor, now, expected_back=not drained, death=True)
+
+    def on_worker_gone(self, worker_id: bytes, now: float) -> None:
+        self.outbox.at(now)
+        worker = self.workers.by_peer.get(worker_id)
+        if worker is not None:
+            log.warning("API worker gone", extra={"worker": worker.name, "streams": len(worker.streams)})
+            self.front_desk.worker_gone(worker)
+
+    def on_malformed(self) -> None:
+        """A frame that is no message of the contract was dropped by the shell."""
+        self.counters["malformed"] += 1
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def on_tick(self, now: float) -> None:
+        self.outbox.at(now)
+        self.streams.expire(now)
+        self.front_desk.expire_early(now)
+        if now - self._last_tick < self.config.ping_interval:
+            return
+        self._last_tick = now
+        for executor in list(self.fleet.sessions.values()):
+            age, allowed = self._step_age(executor, now)
+            if age > allowed:
+                self.sessions.hung(executor, age, now)
+        if now - self._last_survey >= _SURVEY_INTERVAL:
+            self._last_survey = now
+            self._survey(now)
+            if self.fleet.forget_old(now):
+                self.fleet_changed = True
+        for destination in self.outbox.silent_since(now - self.config.ping_interval):
+            if destination.kind == EXECUTOR:
+                self.outbox.to_executor(destination.peer, step.Ping())
+            else:
+                self.outbox.to_worker(destination.peer, front.Ping(self.incarnation))
+
+    def next_deadline(self) -> float | None:
+        """When `on_tick` has something to do, if no event comes before."""
+        times = [self.streams.next_deadline(), self.front_desk.next_early()]
+        if self.outbox.last_sent or self.fleet.models:
+            times.append(self._last_tick + self.config.ping_interval)
+        return min((time for time in times if time is not None), default=None)
+
+    # -- output ------------------------------------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Fill every pipeline that has room, one plan an executor at a time."""
+        self.outbox.at(now)
+        open_to_plans = list(self.fleet.sessions.values())
+        fleet = open_to_plans
+        while open_to_plans:
+            open_to_plans = [executor for executor in open_to_plans if self._plan_one(executor, fleet, now)]
+        if self.fleet_changed:
+            self.fleet_changed = False
+            models = self.fleet.describe()
+            for peer in self.workers.by_peer:
+                self.outbox.to_worker(peer, models)
+
+    def take_outbox(self) -> list[tuple[Destination, Message]]:
+        return self.outbox.take()
+
+    # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _plan_one(self, executor: ExecutorState, fleet: list[ExecutorState], now: float) -> bool:
+        if executor.status is ExecutorStatus.DRAINING:
+            self.sessions.drain(executor, now)
+        if executor.status not in (ExecutorStatus.READY, ExecutorStatus.DRAINING):
+            return False
+        if len(executor.inflight) >= self.config.depth:
+            return False
+        plan = self.planner.plan(executor, fleet, now)
+        if plan is None:
+            return False
+        self.outbox.to_executor(executor.session, plan)
+        return True
+
+    def _step_age(self, executor: ExecutorState, now: float) -> tuple[float, float]:
+        """(age of the oldest unanswered step since the one before it was answered, the age it may reach)."""
+        if not executor.inflight:
+            return 0.0, 1.0
+        oldest = executor.inflight[0]
+        allowed = self.config.step_timeout + self.config.step_timeout_per_token * oldest.tokens
+        return now - max(oldest.sent_at, executor.last_answer), allowed
+
+    def _survey(self, now: float) -> None:
+        """End requests that no executor could take for too long."""
+        for entry in list(self.fleet.models.values()):
+            for sequence in entry.queue:
+                if any(self.routing.may_admit(executor, sequence) for executor in entry.executors):
+                    sequence.unroutable_since = 0.0
+                    continue
+                if sequence.unroutable_since == 0.0:
+                    left = now if entry.executors else entry.empty_since
+                    sequence.unroutable_since = max(sequence.enqueued, left)
+                if now - sequence.unroutable_since < self.config.wait_for_executor:
+                    continue
+                if self.streams.by_key.get(sequence.stream.key) is not sequence.stream:
+                    continue  # a choice before it ended the stream
+                waited = f"no executor of {entry.name!r} that can run this request came within "
+                waited += f"{self.config.wait_for_executor:g} s"
+                self.streams.fail(sequence.stream, front.UNAVAILABLE, waited, retry_after=1.0)

@@ -1,0 +1,138 @@
+"""Is everything where it must be, exactly once? Run after every event in tests, and on demand in production."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.sequence import Sequence, State
+from scheduler_svc.core.slots import DECODE, FREE, PREFILL
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.core import Core
+
+
+def check_all(core: Core) -> list[str]:
+    """Every broken invariant, in words; empty when all hold."""
+    problems: list[str] = []
+    for executor in core.fleet.sessions.values():
+        prefix = f"executor {executor.name}: "
+        problems += [prefix + problem for problem in [*_blocks(executor), *_slots(executor), *_pipeline(executor)]]
+    problems += _sequences(core)
+    return problems
+
+
+def _blocks(executor: ExecutorState) -> list[str]:
+    pool, table, cache = executor.pool, executor.table, executor.cache
+    problems = []
+    if pool.free + pool.cached + pool.owned != pool.total:
+        problems.append(f"free {pool.free} + cached {pool.cached} + owned {pool.owned} != total {pool.total}")
+    held = Counter(block for sequence in executor.residents() for block in table.blocks[sequence.slot])
+    refs = {int(block): int(pool.refs[block]) for block in np.flatnonzero(pool.refs)}
+    if refs != dict(held):
+        problems.append(f"reference counts {refs} differ from the slots' blocks {dict(held)}")
+    if len(refs) != pool.owned:
+        problems.append(f"owned is {pool.owned}, {len(refs)} blocks have references")
+    free = pool.free_ids().tolist()
+    if len(set(free)) != len(free):
+        problems.append("a block is free twice")
+    if set(free) & (set(refs) | set(pool.lru)) or set(refs) & set(pool.lru):
+        problems.append("a block is in two states")
+    if set(np.flatnonzero(pool.findable).tolist()) != set(cache.by_block):
+        problems.append("the findable flags differ from the prefix cache")
+    if not set(pool.lru) <= set(cache.by_block):
+        problems.append("a cached block cannot be found")
+    if {id(entry) for entry in cache.by_hash.values()} != {id(entry) for entry in cache.by_block.values()}:
+        problems.append("the two indices of the prefix cache differ")
+    return problems
+
+
+def _slots(executor: ExecutorState) -> list[str]:
+    table = executor.table
+    problems = []
+    residents = executor.residents()
+    if table.used != len(residents):
+        problems.append(f"{table.used} slots used, {len(residents)} residents")
+    for slot in range(table.high):
+        if table.sequences[slot] is None:
+            empty = table.num_blocks[slot] == 0 and table.last_block[slot] == -1 and not table.blocks[slot]
+            idle = table.phase[slot] == FREE and table.bound[slot] == 0 and table.live_generation[slot] == -1
+            if not (empty and idle):
+                problems.append(f"slot {slot} is free but not empty")
+    for sequence in residents:
+        problems += _slot(executor, sequence)
+    prefilling = {s for s in range(table.high) if table.phase[s] == PREFILL}
+    if set(executor.prefilling) != prefilling:
+        problems.append(f"prefilling {set(executor.prefilling)} differs from the phases {prefilling}")
+    return problems
+
+
+def _slot(executor: ExecutorState, sequence: Sequence) -> list[str]:
+    table, slot = executor.table, sequence.slot
+    problems = []
+    blocks = table.blocks[slot]
+    length, planned = int(table.length[slot]), int(table.planned_length[slot])
+    computed = planned - 1 if table.phase[slot] == DECODE else int(table.computed[slot])
+    if table.num_blocks[slot] != len(blocks) or table.last_block[slot] != blocks[-1]:
+        problems.append(f"slot {slot}: the mirror's blocks differ from the list")
+    if table.capacity[slot] != len(blocks) * executor.block_size:
+        problems.append(f"slot {slot}: capacity {table.capacity[slot]} with {len(blocks)} blocks")
+    if table.live_generation[slot] != sequence.generation or table.generation[slot] != sequence.generation:
+        problems.append(f"slot {slot}: its generation differs from its sequence's")
+    if not length <= planned <= sequence.limit:
+        problems.append(f"slot {slot}: length {length}, planned {planned}, limit {sequence.limit}")
+    if not executor.table.committed_kv(slot) <= computed <= int(table.capacity[slot]):
+        problems.append(f"slot {slot}: committed {table.committed_kv(slot)}, computed {computed}")
+    unanswered = sum(
+        int(np.count_nonzero((record.slots == slot) & (record.generations == sequence.generation)))
+        for record in executor.inflight
+    )
+    if planned - length != unanswered:
+        problems.append(f"slot {slot}: {planned - length} tokens planned, {unanswered} rows unanswered")
+    if sequence.cache_count * executor.block_size > max(table.committed_kv(slot), 0):
+        problems.append(f"slot {slot}: a block is findable before it was filled")
+    return problems
+
+
+def _pipeline(executor: ExecutorState) -> list[str]:
+    problems = []
+    seqs = [record.seq for record in executor.inflight]
+    if seqs != list(range(executor.seq - len(seqs) + 1, executor.seq + 1)):
+        problems.append(f"unanswered plans {seqs}, the newest is {executor.seq}")
+    for (slot, generation), sequence in executor.settling.items():
+        rows = sum(
+            int(np.count_nonzero((record.slots == slot) & (record.generations == generation)))
+            for record in executor.inflight
+        )
+        if rows != sequence.pending_rows or rows == 0:
+            problems.append(f"a settling sequence waits for {sequence.pending_rows} rows, {rows} are unanswered")
+    return problems
+
+
+def _sequences(core: Core) -> list[str]:
+    problems = []
+    places: Counter[int] = Counter()
+    for entry in core.fleet.models.values():
+        places.update(id(sequence) for sequence in entry.queue)
+    for executor in core.fleet.sessions.values():
+        places.update(id(sequence) for sequence in executor.residents())
+        places.update(id(sequence) for sequence in executor.settling.values())
+    live: set[int] = set()
+    for stream in core.streams.by_key.values():
+        ongoing = [s for s in stream.sequences.values() if s.state is not State.ENDED]
+        live.update(id(s) for s in ongoing)
+        if len(ongoing) != stream.live or not ongoing:
+            problems.append(f"stream {stream.request_id}: {stream.live} live, {len(ongoing)} going on")
+        if stream.worker.streams.get(stream.number) is not stream:
+            problems.append(f"stream {stream.request_id} is not its worker's")
+    if set(places) != live:
+        problems.append(f"{len(live)} live sequences, {len(places)} sequences in queues and slots")
+    if any(count != 1 for count in places.values()):
+        problems.append("a sequence is in two places")
+    for worker in core.workers.by_peer.values():
+        if worker.sent - worker.credited > worker.window:
+            problems.append(f"worker {worker.name} was sent {worker.sent - worker.credited} tokens beyond its credit")
+    return problems

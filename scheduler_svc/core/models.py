@@ -1,0 +1,45 @@
+"""A model by name: what its executors say about it, and who waits for them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from protos.step import ModelCard
+from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
+from scheduler_svc.core.queue import WaitingQueue
+
+
+class ModelEntry:
+    def __init__(self, card: ModelCard, block_size: int, ageing: float, now: float) -> None:
+        self.name = card.name
+        self.ageing = ageing
+        self.queue = WaitingQueue(ageing)
+        self.executors: list[ExecutorState] = []
+        self.expected: dict[str, tuple[float, int]] = {}  # vanished executors: name -> (until, max_sequence_tokens)
+        self.live_streams = 0
+        self.empty_since = now  # meaningful while `executors` is empty
+        self.describe(card, block_size)
+
+    def describe(self, card: ModelCard, block_size: int) -> None:
+        """Take this card as the model's (no executor of another one is here)."""
+        self.card = card
+        self.block_size = block_size
+        self.vocab_size = card.vocab_size
+        self.fingerprint = card.fingerprint
+        self.is_eos = np.zeros(card.vocab_size, dtype=bool)
+        ids = [token for token in card.eos_token_ids if token < card.vocab_size]
+        self.is_eos[ids] = True
+
+    @property
+    def ready(self) -> list[ExecutorState]:
+        return [e for e in self.executors if e.status is ExecutorStatus.READY]
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most that any known executor can hold, here or expected back."""
+        known = [e.max_sequence_tokens for e in self.executors] + [tokens for _, tokens in self.expected.values()]
+        return max(known, default=0)
+
+    @property
+    def context_length(self) -> int:
+        return max((e.card.context_length for e in self.executors), default=self.card.context_length)

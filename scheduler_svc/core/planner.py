@@ -1,0 +1,326 @@
+"""One step plan for one executor, as a delta against what it already holds.
+
+::
+
+    ready decode rows -> credit -> budget -> blocks (preempting if none is left)
+    prefill chunks of those admitted before, then admissions from the queue, within what is left of the budget
+    delta + rows -> digest over the table -> StepPlan, and the record by which its result is matched
+
+A steady step is a few vector operations over the rows; Python work is spent only on what changes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.digest import plan_digest
+from protos.step import Admission, StepPlan
+from protos.wire import Int32, pack_int32
+from scheduler_svc.core import policy
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
+from scheduler_svc.core.pipeline import PlanRecord, make_record
+from scheduler_svc.core.prefix_cache import Entry
+from scheduler_svc.core.residency import Residency
+from scheduler_svc.core.routing import Routing
+from scheduler_svc.core.sequence import Sequence, State
+from scheduler_svc.core.slots import PREFILL
+from scheduler_svc.core.suspects import Suspects
+from scheduler_svc.core.workers import Workers
+
+_NONE = np.empty(0, dtype=np.int32)
+
+
+class Draft:
+    """A plan under construction."""
+
+    __slots__ = ("admitted", "appended_blocks", "appended_slots", "budget", "credit", "decode", "prefill", "sampled")
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.decode: Int32 = _NONE
+        self.appended_slots: Int32 = _NONE
+        self.appended_blocks: Int32 = _NONE
+        self.admitted: dict[int, Sequence] = {}  # by slot
+        self.prefill: list[tuple[int, int, int]] = []  # (slot, generation, count)
+        self.sampled: list[int] = []  # prefill slots whose last known token runs: they sample
+        self.credit: dict[int, int] = {}  # worker index -> tokens left (absent: plenty)
+
+
+class Planner:
+    def __init__(
+        self, config: CoreConfig, workers: Workers, residency: Residency, routing: Routing, suspects: Suspects
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._residency = residency
+        self._routing = routing
+        self._suspects = suspects
+
+    def plan(self, executor: ExecutorState, fleet: list[ExecutorState], now: float) -> StepPlan | None:
+        """The next plan, already counted in the table and recorded as in flight; None when there is nothing to do."""
+        budget = executor.token_budget
+        if self._config.max_batch_tokens:
+            budget = min(budget, self._config.max_batch_tokens)
+        draft = Draft(budget)
+        table = executor.table
+        high = table.high
+        rows = np.flatnonzero(table.planned_length[:high] < table.bound[:high]).astype(np.int32)
+        rows, draft.credit = policy.within_credit(executor, rows, self._workers, fleet)
+
+        alone = self._isolated(executor)
+        if alone is not None:
+            if any(_has_mates(record, alone) for record in executor.inflight):
+                return self._finish(executor, draft, now)
+            rows = rows[rows == alone.slot]
+        prefill_waits = bool(executor.prefilling) or len(executor.model.queue) > 0
+        rows = policy.within_budget(executor, rows, budget, prefill_waits)
+        draft.decode = self._with_blocks(executor, rows, now)
+        draft.budget -= len(draft.decode)
+        self._append(executor, draft)
+
+        for sequence in list(executor.prefilling.values()):
+            if draft.budget <= 0:
+                break
+            if alone is None or sequence is alone:
+                self._add_prefill(executor, sequence, draft)
+        if alone is None or alone.state is State.WAITING:
+            self._admit(executor, alone, draft, now)
+        return self._finish(executor, draft, now)
+
+    # -- decode ------------------------------------------------------------------------------------------------------
+
+    def _with_blocks(self, executor: ExecutorState, rows: Int32, now: float) -> Int32:
+        """The rows that have, or can be given, a block for their next token; others are preempted for them."""
+        table = executor.table
+        while True:
+            lacking = rows[table.planned_length[rows] > table.capacity[rows]]
+            if len(lacking) <= executor.pool.available:
+                return rows
+            runnable = table.phase == PREFILL
+            runnable[rows] = True
+            alone = executor.isolated
+            candidates = [s for s in policy.victims(executor, runnable, set(), forced=False) if s is not alone]
+            if candidates:
+                victim = candidates[0]
+            elif len(lacking) < len(rows) or executor.inflight:
+                # Something moves without them: they wait for what it frees.
+                return rows[table.planned_length[rows] <= table.capacity[rows]]
+            else:
+                # Nothing moves: all but the first in order give way, which fits alone (door.py).
+                forced = [s for s in policy.victims(executor, runnable, set(), forced=True) if s is not alone]
+                if len(forced) < (2 if alone is None else 1):
+                    return rows[:0]
+                victim = forced[0]
+            gone = victim.slot
+            self._residency.preempt(executor, victim, now)
+            rows = rows[rows != gone]
+
+    def _append(self, executor: ExecutorState, draft: Draft) -> None:
+        """Count the decode rows, and give a block to each that starts one."""
+        table = executor.table
+        rows = draft.decode
+        if not len(rows):
+            return
+        planned = table.planned_length[rows]
+        lacking = rows[planned > table.capacity[rows]]
+        if len(lacking):
+            blocks = executor.pool.allocate(len(lacking))
+            table.num_blocks[lacking] += 1
+            table.last_block[lacking] = blocks
+            table.capacity[lacking] += executor.block_size
+            for slot, block in zip(lacking.tolist(), blocks.tolist(), strict=True):
+                table.blocks[slot].append(block)
+            draft.appended_slots, draft.appended_blocks = lacking, blocks
+        table.planned_length[rows] = planned + 1
+
+    # -- prefill -----------------------------------------------------------------------------------------------------
+
+    def _add_prefill(self, executor: ExecutorState, sequence: Sequence, draft: Draft) -> None:
+        """The next chunk of an admitted sequence, if budget and (for the chunk that samples) credit allow."""
+        table = executor.table
+        slot = sequence.slot
+        left = int(table.length[slot] - table.computed[slot])
+        count = min(left, draft.budget)
+        if self._config.max_prefill_chunk:
+            count = min(count, self._config.max_prefill_chunk)
+        if count == left:
+            worker = sequence.stream.worker.index
+            credit = draft.credit.get(worker)
+            if credit is not None:
+                if credit <= 0:
+                    return
+                draft.credit[worker] = credit - 1
+            draft.sampled.append(slot)
+            table.start_decoding(slot, self._config.text_run_ahead)
+            del executor.prefilling[slot]
+        table.computed[slot] += count
+        draft.prefill.append((slot, sequence.generation, count))
+        draft.budget -= count
+
+    def _admit(self, executor: ExecutorState, alone: Sequence | None, draft: Draft, now: float) -> None:
+        """Admissions in queue order, until budget, slots or blocks are spent."""
+        for sequence in [alone] if alone is not None else executor.model.queue:
+            if draft.budget <= 0:
+                sequence.waits_for = "a step with tokens to spare"
+                return
+            if not self._routing.may_admit(executor, sequence):
+                sequence.waits_for = "an executor that can hold and continue it"
+                continue
+            if draft.credit.get(sequence.stream.worker.index, 1) <= 0:
+                sequence.waits_for = "credit of its API worker"
+                continue
+            if self._ran_ahead(sequence):
+                sequence.waits_for = "its API worker's acknowledgement"
+                continue
+            if alone is None and self._suspects.must_run_alone(sequence):
+                executor.isolated = sequence
+                sequence.waits_for = "an executor to itself"
+                if draft.prefill or len(draft.decode) or executor.inflight:
+                    return  # nothing more is planned until these are answered
+                alone = sequence
+            hits = self._residency.lookup(executor, sequence)
+            if alone is None and self._awaits_prefix(executor, sequence, len(hits), now):
+                continue
+            if alone is None and not self._routing.is_best_here(executor, sequence, hits, now):
+                sequence.waits_for = "its turn on a better placed executor"
+                continue
+            if not self._make_room(executor, sequence, hits, draft, now):
+                return
+            # Making room may have cut the prefix.
+            hits = self._residency.lookup(executor, sequence)
+            slot = self._residency.admit(executor, sequence, hits)
+            draft.admitted[slot] = sequence
+            self._add_prefill(executor, sequence, draft)
+            if alone is not None:
+                return
+
+    def _awaits_prefix(self, executor: ExecutorState, sequence: Sequence, hits: int, now: float) -> bool:
+        """Another sequence computes right now what this one misses: wait for that, but not for ever."""
+        if self._residency.being_filled(executor, sequence, hits) is None:
+            return False
+        if sequence.prefix_wait_until == 0.0:
+            sequence.prefix_wait_until = now + self._config.prefix_wait
+        if now >= sequence.prefix_wait_until:
+            return False
+        sequence.waits_for = "a prefix that another request computes"
+        return True
+
+    def _make_room(
+        self, executor: ExecutorState, sequence: Sequence, hits: list[Entry], draft: Draft, now: float
+    ) -> bool:
+        """Is there a slot and room, with headroom? Residents that may not run anyway give way, others do not; a suspect
+        that must run alone displaces whom it must."""
+        table, pool = executor.table, executor.pool
+        alone = executor.isolated is sequence
+        while True:
+            needed = self._residency.blocks_needed(executor, sequence, hits)
+            headroom = 0 if alone else self._routing.headroom(executor)
+            if table.free and needed + headroom <= pool.available:
+                return True
+            sequence.waits_for = "blocks" if table.free else "a slot"
+            spare = set(draft.admitted) | {slot for slot, _, _ in draft.prefill} | set(draft.decode.tolist())
+            runnable = self._may_run(executor, draft)
+            candidates = policy.victims(executor, runnable, spare, forced=alone)
+            if not alone:
+                candidates = [s for s in candidates if not runnable[s.slot] and _is_settled(executor, s)]
+            if not candidates:
+                return False
+            self._residency.preempt(executor, candidates[0], now)
+            hits[:] = self._residency.lookup(executor, sequence)
+
+    def _may_run(self, executor: ExecutorState, draft: Draft) -> npt.NDArray[np.bool_]:
+        """[max_slots] which slots could have rows now, as far as their workers are concerned."""
+        table = executor.table
+        runnable = (table.planned_length < table.bound) | (table.phase == PREFILL)
+        for index, left in draft.credit.items():
+            if left <= 0:
+                runnable &= table.worker != index
+        runnable[draft.decode] = True
+        return runnable
+
+    def _ran_ahead(self, sequence: Sequence) -> bool:
+        """It has run as far as its worker's acknowledgement allows."""
+        return sequence.stops_on_text and sequence.num_outputs >= sequence.seen + self._config.text_run_ahead
+
+    # -- isolation ---------------------------------------------------------------------------------------------------
+
+    def _isolated(self, executor: ExecutorState) -> Sequence | None:
+        """The suspect that has this executor to itself, while that lasts and it can run."""
+        sequence = executor.isolated
+        if sequence is None:
+            return None
+        waiting = sequence.state is State.WAITING and executor.status is ExecutorStatus.READY
+        here = sequence.state is State.RUNNING and sequence.executor is executor
+        stuck = sequence.stream.worker.room <= 0 or self._ran_ahead(sequence)  # it awaits its worker: others need not
+        if not (waiting or here) or not self._suspects.must_run_alone(sequence) or (waiting and stuck):
+            executor.isolated = None
+            return None
+        return None if stuck and not executor.inflight else sequence
+
+    # -- the plan ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, executor: ExecutorState, draft: Draft, now: float) -> StepPlan | None:
+        has_rows = len(draft.decode) > 0 or bool(draft.prefill)
+        if not has_rows and not (executor.released and not executor.inflight):
+            return None  # releases ride with the next rows; alone they go only when nothing else would carry them
+        table = executor.table
+        released = np.array(executor.released, dtype=np.int32)
+        executor.released.clear()
+        admitted = np.fromiter(draft.admitted, dtype=np.int32, count=len(draft.admitted))
+        prefill = np.array([(slot, count) for slot, _, count in draft.prefill], dtype=np.int32).reshape(-1, 2)
+        touched = draft.decode
+        if len(admitted) or len(draft.appended_slots) or len(prefill):
+            touched = np.concatenate([admitted, draft.appended_slots, draft.decode, prefill[:, 0]])
+        executor.seq += 1
+        executor.digest = plan_digest(
+            executor.digest, executor.seq, released, touched, table.generation, table.num_blocks, table.last_block
+        )
+        appended = b""
+        if len(draft.appended_slots):
+            pairs = np.empty((len(draft.appended_slots), 2), dtype="<i4")
+            pairs[:, 0] = draft.appended_slots
+            pairs[:, 1] = draft.appended_blocks
+            appended = pairs.tobytes()
+        plan = StepPlan(
+            epoch=executor.epoch,
+            seq=executor.seq,
+            digest=executor.digest,
+            decode=pack_int32(draft.decode),
+            released=released.tobytes(),
+            appended=appended,
+            admitted=tuple(_admission(executor, slot, sequence) for slot, sequence in draft.admitted.items()),
+            prefill=prefill.astype("<i4", copy=False).tobytes(),
+        )
+        sampling = draft.decode
+        if draft.sampled:
+            sampling = np.concatenate([draft.decode, np.array(draft.sampled, dtype=np.int32)])
+        executor.inflight.append(make_record(plan, sampling, table.generation, draft.prefill, now))
+        return plan
+
+
+def _admission(executor: ExecutorState, slot: int, sequence: Sequence) -> Admission:
+    return Admission(
+        slot=slot,
+        generation=sequence.generation,
+        request_id=sequence.stream.request_id,
+        choice=sequence.choice,
+        prompt=sequence.prompt,
+        outputs=bytes(sequence.outputs),
+        computed=sequence.cache_count * executor.block_size,
+        blocks=pack_int32(executor.table.blocks[slot]),
+        sampling=sequence.sampling,
+    )
+
+
+def _has_mates(record: PlanRecord, alone: Sequence) -> bool:
+    """Does this unanswered plan run anything besides ``alone``?"""
+    rows = list(zip(record.slots.tolist(), record.generations.tolist(), strict=True))
+    rows += [(slot, generation) for slot, generation, _ in record.prefill]
+    return any(row != (alone.slot, alone.generation) for row in rows)
+
+
+def _is_settled(executor: ExecutorState, sequence: Sequence) -> bool:
+    """No token of it is in flight."""
+    return bool(executor.table.planned_length[sequence.slot] == executor.table.length[sequence.slot])

@@ -1,0 +1,96 @@
+"""Who is run, who must give way: the decisions of a step that are not bookkeeping.
+
+* Decode rows first, then prefill chunks, within the step's token budget. When prefill waits and decode would take the
+  whole budget, an eighth of it is kept for prefill; decode rows that do not fit take turns (`rotate`).
+* A victim is the one that matters least: rows that may not run anyway (no credit, awaiting acknowledgement) first,
+  then the lowest class, then the latest arrival. It must truly free blocks, and must have made progress since its last
+  preemption.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from protos.wire import Int32
+from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.workers import Workers
+
+
+def within_budget(executor: ExecutorState, rows: Int32, budget: int, prefill_waits: bool) -> Int32:
+    """Of the decode rows that are ready (slots, ascending), those for this step."""
+    room = budget - max(1, budget // 8) if prefill_waits and budget > 1 else budget
+    if len(rows) <= room:
+        return rows
+    return rotate(executor, rows, room)
+
+
+def rotate(executor: ExecutorState, rows: Int32, room: int) -> Int32:
+    """``room`` of the rows, starting where the last step that could not take all of them stopped."""
+    start = int(np.searchsorted(rows, executor.rotor))
+    picked = np.concatenate([rows[start:], rows[:start]])[:room]
+    if len(picked):
+        executor.rotor = int(picked[-1]) + 1
+    return np.sort(picked)
+
+
+def within_credit(
+    executor: ExecutorState, rows: Int32, workers: Workers, executors: list[ExecutorState]
+) -> tuple[Int32, dict[int, int]]:
+    """Decode rows whose worker has credit for one more token each, and what is left for prefill rows.
+
+    The second value maps a worker's index to the tokens that it may still be sent beyond these rows; a worker that is
+    not in it has plenty. Only workers near their window cost anything here.
+    """
+    unanswered = sum(e.inflight_rows for e in executors)
+    left: dict[int, int] = {}
+    most = unanswered + executor.table.max_slots  # no plan samples more rows than there are slots
+    tight = [worker for worker in workers.by_peer.values() if worker.room <= most]
+    if not tight:
+        return rows, left
+    for worker in tight:
+        left[worker.index] = max(0, worker.room - _unanswered_of(worker.index, executors))
+    columns = executor.table.worker[rows]
+    keep = np.ones(len(rows), dtype=bool)
+    for index, room in left.items():
+        mine = np.flatnonzero(columns == index)
+        if len(mine) > room:
+            # Take turns, or the low slots would eat all the credit.
+            allowed = rotate(executor, rows[mine], room)
+            keep[mine] = np.isin(rows[mine], allowed)
+            left[index] = 0
+        else:
+            left[index] = room - len(mine)
+    return rows[keep], left
+
+
+def _unanswered_of(index: int, executors: list[ExecutorState]) -> int:
+    """Sampling rows in flight whose tokens will go to this worker."""
+    total = 0
+    for executor in executors:
+        table = executor.table
+        for record in executor.inflight:
+            live = table.live_generation[record.slots] == record.generations
+            total += int(np.count_nonzero(live & (table.worker[record.slots] == index)))
+        total += sum(s.pending_rows for s in executor.settling.values() if s.stream.worker.index == index)
+    return total
+
+
+def victims(executor: ExecutorState, runnable: npt.NDArray[np.bool_], spare: set[int], forced: bool) -> list[Sequence]:
+    """Sequences that may be preempted, the best victim first.
+
+    ``runnable`` marks the slots that could have a row in this plan; slots in ``spare`` were admitted by it. ``forced``:
+    nothing else helps, so lack of progress is no excuse.
+    """
+    found: list[tuple[tuple[bool, int, float, int], Sequence]] = []
+    for sequence in executor.residents():
+        slot = sequence.slot
+        if slot in spare or executor.pool.yields(executor.table.blocks[slot]) == 0:
+            continue
+        if not forced and sequence.num_outputs <= sequence.mark_at_preemption:
+            continue
+        idle = not runnable[slot]
+        found.append(((idle, sequence.priority, sequence.arrival, sequence.order), sequence))
+    found.sort(key=lambda item: item[0], reverse=True)
+    return [sequence for _, sequence in found]

@@ -1,0 +1,67 @@
+"""Which executor a waiting sequence goes to: the longest cached prefix, then the least load.
+
+Plans are made one executor at a time, and each pulls from its model's queue what is best placed with it. A sequence
+is left for another executor only if that one could take it now and is sure to plan soon, so nothing waits for an
+executor that hangs.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
+from scheduler_svc.core.prefix_cache import Entry
+from scheduler_svc.core.residency import Residency
+from scheduler_svc.core.sequence import Sequence
+
+_SOON = 0.5  # seconds since its last answer: a busy executor that will plan again soon
+
+
+class Routing:
+    def __init__(self, config: CoreConfig, residency: Residency) -> None:
+        self._depth = config.depth
+        self._residency = residency
+
+    def can_ever_take(self, executor: ExecutorState, sequence: Sequence) -> bool:
+        """Fits its pool and context, and may continue outputs made elsewhere (equal numerics only)."""
+        if sequence.limit > executor.max_sequence_tokens:
+            return False
+        return not sequence.outputs or sequence.numerics in ("", executor.numerics)
+
+    def may_admit(self, executor: ExecutorState, sequence: Sequence) -> bool:
+        """An executor that drains takes back only what nobody else can continue."""
+        if not self.can_ever_take(executor, sequence):
+            return False
+        if executor.status is ExecutorStatus.READY:
+            return True
+        if executor.status is not ExecutorStatus.DRAINING or sequence.numerics != executor.numerics:
+            return False
+        return not any(self.can_ever_take(other, sequence) for other in executor.model.ready)
+
+    def headroom(self, executor: ExecutorState) -> int:
+        """Blocks to leave free at an admission: one for each running sequence, within reason."""
+        return min(executor.table.used, executor.pool.total // 16 + 1)
+
+    def has_room(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> bool:
+        if executor.table.free == 0:
+            return False
+        needed = self._residency.blocks_needed(executor, sequence, hits)
+        return needed + self.headroom(executor) <= executor.pool.available
+
+    def is_best_here(self, here: ExecutorState, sequence: Sequence, hits: list[Entry], now: float) -> bool:
+        """No other executor that can take this sequence now is better placed."""
+        others = [e for e in sequence.stream.model.ready if e is not here]
+        if not others:
+            return True
+        score = self._score(here, sequence, hits)
+        for other in others:
+            soon = len(other.inflight) < self._depth or now - other.last_answer < _SOON
+            if not soon or other.isolated is not None or not self.can_ever_take(other, sequence):
+                continue
+            their_hits = self._residency.lookup(other, sequence)
+            if self._score(other, sequence, their_hits) > score and self.has_room(other, sequence, their_hits):
+                return False
+        return True
+
+    def _score(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> tuple[int, int]:
+        filling = self._residency.being_filled(executor, sequence, len(hits)) is not None
+        return len(hits) + filling, -executor.table.used

@@ -1,0 +1,170 @@
+"""A stream (one request of one API worker) and its sequences (one a choice).
+
+``prompt + outputs`` is all that a sequence is (DESIGN 4): wherever it runs next, it starts from these. While it is in
+a slot, the newest outputs still lie in the slot table's tail buffer (slots.py).
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from protos.step import SamplingParams
+from protos.wire import Int32
+from scheduler_svc.core.prefix_cache import Entry
+
+if TYPE_CHECKING:
+    from scheduler_svc.core.executor import ExecutorState
+    from scheduler_svc.core.models import ModelEntry
+    from scheduler_svc.core.workers import WorkerState
+
+
+class State(IntEnum):
+    """Where a sequence is. WAITING -> RUNNING -> (SETTLING ->) WAITING ... -> ENDED."""
+
+    WAITING = 1  # in its model's queue
+    RUNNING = 2  # in a slot of an executor
+    SETTLING = 3  # preempted; rows of it are unanswered and will still count
+    ENDED = 4
+
+
+class Stream:
+    """One request: its choices share everything but their outputs."""
+
+    __slots__ = ("deadline", "key", "live", "model", "number", "request_id", "sequences", "submitted", "worker")
+
+    def __init__(
+        self, worker: WorkerState, number: int, request_id: str, model: ModelEntry, deadline: float, now: float
+    ) -> None:
+        self.worker = worker
+        self.number = number
+        self.request_id = request_id
+        self.model = model
+        self.deadline = deadline  # 0: none
+        self.sequences: dict[int, Sequence] = {}  # by choice index; ended ones stay until the stream ends
+        self.live = 0
+        self.submitted = now
+        self.key = (worker.peer, number)
+
+
+class Sequence:
+    __slots__ = (
+        "alone_deaths",
+        "arrival",
+        "cache_count",
+        "cache_tip",
+        "cached_tokens",
+        "choice",
+        "continued",
+        "deaths",
+        "enqueued",
+        "executor",
+        "generation",
+        "hashes",
+        "ignore_eos",
+        "limit",
+        "mark_at_death",
+        "mark_at_preemption",
+        "numerics",
+        "order",
+        "outputs",
+        "pending_rows",
+        "preemptions",
+        "prefix_wait_until",
+        "priority",
+        "prompt",
+        "prompt_len",
+        "salt",
+        "sampling",
+        "seen",
+        "slot",
+        "state",
+        "stop_ids",
+        "stops_on_text",
+        "stream",
+        "unroutable_since",
+        "uses_cache",
+        "wait_key",
+        "waits_for",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        stream: Stream,
+        choice: int,
+        prompt: bytes,
+        outputs: bytes,
+        sampling: SamplingParams,
+        *,
+        limit: int,
+        stop_ids: frozenset[int],
+        ignore_eos: bool,
+        stops_on_text: bool,
+        salt: str,
+        priority: int,
+        arrival: float,
+        hashes: bytes,
+        continued: bool,
+        order: int,
+        now: float,
+    ) -> None:
+        self.stream = stream
+        self.choice = choice
+        self.prompt = prompt  # raw int32
+        self.prompt_len = len(prompt) // 4
+        self.outputs = bytearray(outputs)  # raw int32; without what still lies in the slot's tail
+        self.sampling = sampling
+        self.limit = limit  # most tokens, prompt and outputs together
+        self.stop_ids = stop_ids
+        self.ignore_eos = ignore_eos
+        self.stops_on_text = stops_on_text
+        self.seen = len(outputs) // 4  # outputs in which the worker found no stop string
+        self.salt = salt
+        self.priority = priority
+        self.arrival = arrival
+        self.continued = continued
+        self.order = order  # of submission: breaks ties for ever the same way
+        self.wait_key: tuple[int, float, int] = (0, 0.0, 0)
+        self.enqueued = now
+        self.unroutable_since = 0.0
+        self.prefix_wait_until = 0.0
+        self.waits_for = ""
+
+        self.hashes = bytearray(hashes)  # of full blocks: the prompt's, then as far as outputs were hashed
+        self.uses_cache = bool(hashes)
+        self.cache_tip: Entry | None = None  # entry of the last registered block on the present executor
+        self.cache_count = 0  # blocks registered (or hit) on the present executor
+        self.cached_tokens = -1  # prompt tokens found at first admission; -1: never admitted
+
+        self.state = State.WAITING
+        self.executor: ExecutorState | None = None
+        self.slot = -1
+        self.generation = 0
+        self.pending_rows = 0  # SETTLING: sampling rows still unanswered
+        self.numerics = ""  # of the executor that made its outputs; empty: any
+        self.preemptions = 0
+        self.mark_at_preemption = -1  # outputs then: no second preemption without progress
+        self.deaths = 0
+        self.alone_deaths = 0
+        self.mark_at_death = 0  # outputs then: progress clears suspicion
+
+    @property
+    def known(self) -> int:
+        """Tokens of prompt and outputs, without the slot's tail."""
+        return self.prompt_len + len(self.outputs) // 4
+
+    @property
+    def num_outputs(self) -> int:
+        """Committed outputs, the slot's tail included."""
+        if self.state is State.RUNNING and self.executor is not None:
+            return int(self.executor.table.length[self.slot]) - self.prompt_len
+        return len(self.outputs) // 4
+
+    def tokens(self) -> bytes:
+        """Raw int32 of prompt and outputs (without the slot's tail)."""
+        return self.prompt + bytes(self.outputs)
+
+    def output_ids(self) -> Int32:
+        return np.frombuffer(bytes(self.outputs), dtype="<i4")

@@ -1,0 +1,161 @@
+"""The slot table of one executor: what a step touches, as numpy columns indexed by slot.
+
+Two counters are kept apart on purpose (DESIGN 5). *Committed* ones move when a result arrives, *planned* ones when a
+plan is made, which may be ``depth`` steps earlier::
+
+    length          committed: tokens whose ids are known here (prompt + outputs)
+    planned_length  optimistic: length + tokens that unanswered plans will sample        planned_length >= length
+    computed        planned: tokens whose KV is written once all sent plans ran (prefill; decode: planned_length - 1)
+    done            committed: tokens whose KV is written for certain      (prefill; decode: length - 1)
+
+``bound`` is 0 unless the slot decodes; then a row may be planned while ``planned_length < bound``. So the steady step
+finds its rows with one comparison.
+
+The newest outputs of a slot lie in ``tail`` (token number p of the sequence at column p % TAIL) and move to the
+Sequence when the buffer wraps, or when someone needs them.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from protos.wire import Int32
+from scheduler_svc.core.sequence import Sequence
+
+TAIL = 64
+
+# phase
+FREE = 0
+PREFILL = 1
+DECODE = 2
+
+
+class SlotTable:
+    def __init__(self, max_slots: int) -> None:
+        def column() -> Int32:
+            return np.zeros(max_slots, dtype=np.int32)
+
+        self.max_slots = max_slots
+        self.generation = column()
+        self.num_blocks = column()
+        self.last_block = np.full(max_slots, -1, dtype=np.int32)
+        self.capacity = column()  # tokens
+        self.length = column()
+        self.admitted_length = column()  # `length` at admission
+        self.planned_length = column()
+        self.computed = column()
+        self.done = column()
+        self.limit = column()
+        self.bound = column()
+        self.phase = np.zeros(max_slots, dtype=np.uint8)
+        self.live_generation = np.full(max_slots, -1, dtype=np.int32)  # -1: free. What results are matched against
+        self.stream = column()
+        self.choice = np.zeros(max_slots, dtype=np.uint8)
+        self.worker = column()  # WorkerState.index
+        self.ignore_eos = np.zeros(max_slots, dtype=bool)
+        self.has_stop_ids = np.zeros(max_slots, dtype=bool)
+        self.num_with_stop_ids = 0
+        self.num_ignore_eos = 0
+        self.num_choices = 0  # slots whose choice is not 0
+        self.tail = np.zeros((max_slots, TAIL), dtype=np.int32)
+        self.sequences: list[Sequence | None] = [None] * max_slots
+        self.blocks: list[list[int]] = [[] for _ in range(max_slots)]
+        self.used = 0
+        self.high = 0  # slots from here on were never used: vector operations stop here
+        self._free: list[int] = []  # heap: low slots first, so that `high` stays low
+
+    @property
+    def free(self) -> int:
+        return self.max_slots - self.used
+
+    def take(self, sequence: Sequence, blocks: list[int], computed: int, block_size: int) -> int:
+        """Put a sequence into a free slot, with its generation one higher. Its tail must be empty."""
+        if self._free:
+            slot = heapq.heappop(self._free)
+        else:
+            slot = self.high
+            self.high += 1
+        self.used += 1
+        self.generation[slot] += 1
+        self.live_generation[slot] = self.generation[slot]
+        known = sequence.known
+        self.num_blocks[slot] = len(blocks)
+        self.last_block[slot] = blocks[-1]
+        self.capacity[slot] = len(blocks) * block_size
+        self.length[slot] = known
+        self.admitted_length[slot] = known
+        self.planned_length[slot] = known
+        self.computed[slot] = computed
+        self.done[slot] = computed
+        self.limit[slot] = sequence.limit
+        self.bound[slot] = 0
+        self.phase[slot] = PREFILL
+        self.stream[slot] = sequence.stream.number
+        self.choice[slot] = sequence.choice
+        self.worker[slot] = sequence.stream.worker.index
+        self.ignore_eos[slot] = sequence.ignore_eos
+        self.has_stop_ids[slot] = bool(sequence.stop_ids)
+        self.num_with_stop_ids += bool(sequence.stop_ids)
+        self.num_ignore_eos += sequence.ignore_eos
+        self.num_choices += sequence.choice != 0
+        self.sequences[slot] = sequence
+        self.blocks[slot] = blocks
+        sequence.slot = slot
+        sequence.generation = int(self.generation[slot])
+        return slot
+
+    def start_decoding(self, slot: int, text_run_ahead: int) -> None:
+        """The plan being made samples this slot's first token."""
+        self.phase[slot] = DECODE
+        self.planned_length[slot] += 1
+        self.set_bound(slot, text_run_ahead)
+
+    def set_bound(self, slot: int, text_run_ahead: int) -> None:
+        """Recompute how far a decoding slot may run."""
+        sequence = self.sequences[slot]
+        if sequence is None or self.phase[slot] != DECODE:
+            return
+        bound = sequence.limit
+        if sequence.stops_on_text:
+            bound = min(bound, sequence.prompt_len + sequence.seen + text_run_ahead)
+        self.bound[slot] = bound
+
+    def flush(self, slot: int) -> None:
+        """Move the slot's tail into its sequence."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        start, end = sequence.known, int(self.length[slot])
+        if start < end:
+            # A flush happens at every wrap, so [start, end) never crosses one.
+            first = start % TAIL
+            sequence.outputs += self.tail[slot, first : first + end - start].astype("<i4", copy=False).tobytes()
+
+    def drop(self, slot: int) -> list[int]:
+        """Empty a slot (its tail flushed before by who still needs it). Returns the blocks that it held."""
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        blocks = self.blocks[slot]
+        self.blocks[slot] = []
+        self.sequences[slot] = None
+        self.num_with_stop_ids -= bool(sequence.stop_ids)
+        self.num_ignore_eos -= sequence.ignore_eos
+        self.num_choices -= sequence.choice != 0
+        self.phase[slot] = FREE
+        self.live_generation[slot] = -1
+        self.bound[slot] = 0
+        self.planned_length[slot] = 0
+        self.num_blocks[slot] = 0
+        self.last_block[slot] = -1
+        self.capacity[slot] = 0
+        self.used -= 1
+        heapq.heappush(self._free, slot)
+        sequence.slot = -1
+        return blocks
+
+    def committed_kv(self, slot: int) -> int:
+        """Tokens whose KV is certainly written: answered plans wrote them."""
+        if self.length[slot] > self.admitted_length[slot]:  # it sampled: everything before the newest token has KV
+            return int(self.length[slot]) - 1
+        return int(self.done[slot])

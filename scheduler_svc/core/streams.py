@@ -1,0 +1,80 @@
+"""The live streams, and the one end of each choice.
+
+Every choice ends through `finish`, every stream that cannot go on through `fail`; both take what it holds away from
+it first. `drop` is for streams whose worker is gone, or that another one replaces: nobody is left to tell.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import count
+
+from protos import front
+from scheduler_svc.core.outbox import Outbox
+from scheduler_svc.core.residency import Residency
+from scheduler_svc.core.sequence import Sequence, State, Stream
+
+
+class Streams:
+    def __init__(self, outbox: Outbox, residency: Residency) -> None:
+        self.by_key: dict[tuple[bytes, int], Stream] = {}
+        self.by_request: dict[str, Stream] = {}
+        self.finished = 0  # choices
+        self.failed = 0  # streams
+        self._outbox = outbox
+        self._residency = residency
+        self._deadlines: list[tuple[float, int, Stream]] = []
+        self._ties = count()
+
+    def add(self, stream: Stream) -> None:
+        self.by_key[stream.key] = stream
+        self.by_request[stream.request_id] = stream
+        stream.worker.streams[stream.number] = stream
+        stream.model.live_streams += 1
+        if stream.deadline > 0.0:
+            heapq.heappush(self._deadlines, (stream.deadline, next(self._ties), stream))
+
+    def finish(self, sequence: Sequence, reason: int, outputs: int, stop_token: int = -1) -> None:
+        """The end of a choice at ``outputs`` tokens."""
+        if sequence.state is State.ENDED:
+            raise RuntimeError("a choice cannot end twice")
+        self._residency.detach(sequence)
+        stream = sequence.stream
+        self.finished += 1
+        cached = max(sequence.cached_tokens, 0)
+        message = front.Finished(stream.number, sequence.choice, reason, outputs, cached, stop_token)
+        self._outbox.to_worker(stream.worker.peer, message)
+        stream.live -= 1
+        if stream.live == 0:
+            self._remove(stream)
+
+    def fail(self, stream: Stream, code: int, message: str, retry_after: float = 0.0) -> None:
+        self.drop(stream)
+        self.failed += 1
+        self._outbox.to_worker(stream.worker.peer, front.Failed(stream.number, code, message[:4096], retry_after))
+
+    def drop(self, stream: Stream) -> None:
+        for sequence in stream.sequences.values():
+            if sequence.state is not State.ENDED:
+                self._residency.detach(sequence)
+        stream.live = 0
+        self._remove(stream)
+
+    def expire(self, now: float) -> None:
+        """Fail every stream whose deadline passed."""
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, stream = heapq.heappop(self._deadlines)
+            if self.by_key.get(stream.key) is stream:
+                self.fail(stream, front.DEADLINE_EXCEEDED, "the deadline passed")
+
+    def next_deadline(self) -> float | None:
+        while self._deadlines and self.by_key.get(self._deadlines[0][2].key) is not self._deadlines[0][2]:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def _remove(self, stream: Stream) -> None:
+        del self.by_key[stream.key]
+        del stream.worker.streams[stream.number]
+        if self.by_request.get(stream.request_id) is stream:
+            del self.by_request[stream.request_id]
+        stream.model.live_streams -= 1

@@ -1,0 +1,53 @@
+"""Which request kills executors?
+
+Suspects are the sequences with rows in unanswered plans at a death. One death proves nothing (the executor may have
+been killed); a sequence that then makes progress is cleared. One that meets ``isolate_after`` deaths without it runs
+alone, with no mates in its plans; one that meets ``fail_after_alone`` deaths while alone fails, with a clear error.
+"""
+
+from __future__ import annotations
+
+from scheduler_svc.core.config import CoreConfig
+from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.sequence import Sequence
+
+
+class Suspects:
+    def __init__(self, config: CoreConfig) -> None:
+        self._clears = config.suspicion_clears
+        self._isolate_after = config.isolate_after
+        self._fail_after = config.fail_after_alone
+
+    def on_death(self, executor: ExecutorState) -> set[Sequence]:
+        """Count a death against the suspects (call before the executor's state is dropped). Returns those to fail."""
+        suspects = _with_rows_in_flight(executor)
+        condemned = set()
+        for sequence in suspects:
+            if self._is_cleared(sequence):
+                sequence.deaths = sequence.alone_deaths = 0
+            sequence.deaths += 1
+            sequence.mark_at_death = sequence.num_outputs
+            if len(suspects) == 1:
+                sequence.alone_deaths += 1
+                if sequence.alone_deaths >= self._fail_after:
+                    condemned.add(sequence)
+        return condemned
+
+    def must_run_alone(self, sequence: Sequence) -> bool:
+        return sequence.deaths >= self._isolate_after and not self._is_cleared(sequence)
+
+    def _is_cleared(self, sequence: Sequence) -> bool:
+        return sequence.num_outputs >= sequence.mark_at_death + self._clears
+
+
+def _with_rows_in_flight(executor: ExecutorState) -> set[Sequence]:
+    table = executor.table
+    found: set[Sequence] = set(executor.settling.values())
+    for record in executor.inflight:
+        rows = list(zip(record.slots.tolist(), record.generations.tolist(), strict=True))
+        rows += [(slot, generation) for slot, generation, _ in record.prefill]
+        for slot, generation in rows:
+            sequence = table.sequences[slot]
+            if sequence is not None and sequence.generation == generation:
+                found.add(sequence)
+    return found

@@ -1,0 +1,62 @@
+"""The API workers: who is attached, and how many tokens each may still be sent.
+
+Credit is cumulative on both sides, so a lost or repeated Credit does no harm: ``outstanding = sent - credited``, and
+rows are planned only while ``outstanding + unanswered rows < window`` (planner.py).
+"""
+
+from __future__ import annotations
+
+from protos import front
+from scheduler_svc.core.outbox import WORKER, Destination, Outbox
+from scheduler_svc.core.sequence import Stream
+
+
+class WorkerState:
+    def __init__(self, peer: bytes, attach: front.Attach, index: int) -> None:
+        self.peer = peer
+        self.name = attach.worker
+        self.incarnation = attach.incarnation
+        self.window = attach.window
+        self.index = index  # into the slot tables' `worker` column
+        self.sent = 0  # tokens, since Attach
+        self.credited = 0
+        self.streams: dict[int, Stream] = {}
+
+    @property
+    def room(self) -> int:
+        """Tokens that may be sent now."""
+        return self.window - (self.sent - self.credited)
+
+
+class Workers:
+    def __init__(self, outbox: Outbox, max_workers: int) -> None:
+        self.by_peer: dict[bytes, WorkerState] = {}
+        self.by_index: list[WorkerState | None] = []
+        self._outbox = outbox
+        self._max_workers = max_workers
+
+    def find(self, name: str) -> WorkerState | None:
+        return next((worker for worker in self.by_peer.values() if worker.name == name), None)
+
+    @property
+    def full(self) -> bool:
+        return len(self.by_peer) >= self._max_workers
+
+    def add(self, peer: bytes, attach: front.Attach) -> WorkerState:
+        if None in self.by_index:
+            index = self.by_index.index(None)
+        else:
+            index = len(self.by_index)
+            self.by_index.append(None)
+        worker = WorkerState(peer, attach, index)
+        self.by_index[index] = worker
+        self.by_peer[peer] = worker
+        self._outbox.add_peer(Destination(WORKER, peer))
+        return worker
+
+    def remove(self, worker: WorkerState) -> None:
+        """Forget a worker; its streams were dropped before."""
+        assert not worker.streams
+        del self.by_peer[worker.peer]
+        self.by_index[worker.index] = None
+        self._outbox.drop_peer(Destination(WORKER, worker.peer))

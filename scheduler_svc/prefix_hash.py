@@ -1,0 +1,50 @@
+"""The chained hash by which full blocks of a sequence are found in a prefix cache.
+
+::
+
+    root     = H("stepwire.root",  len|fingerprint, len|salt, block_size)
+    hash[0]  = H("stepwire.block", root,    tokens of block 0)
+    hash[i]  = H("stepwire.block", hash[i-1], tokens of block i)
+
+The fields of the root are length-prefixed and the two kinds of hash carry different tags (BLAKE2's personalisation),
+so a tenant's salt, a fingerprint and a block's content can never stand for one another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+from protos.wire import Int32, pack_int32
+
+HASH_BYTES = 16
+
+_ROOT_TAG = b"stepwire.root"
+_BLOCK_TAG = b"stepwire.block"
+
+
+def root_hash(fingerprint: str, salt: str, block_size: int) -> bytes:
+    """The parent of every first block: 16 bytes that name the model's weights, the tenant and the block size."""
+    fingerprint_bytes, salt_bytes = fingerprint.encode(), salt.encode()
+    state = hashlib.blake2b(digest_size=HASH_BYTES, person=_ROOT_TAG)
+    state.update(struct.pack("<I", len(fingerprint_bytes)) + fingerprint_bytes)
+    state.update(struct.pack("<I", len(salt_bytes)) + salt_bytes)
+    state.update(struct.pack("<I", block_size))
+    return state.digest()
+
+
+def extend_hash(parent: bytes, tokens: bytes) -> bytes:
+    """Hash of the block whose content is ``tokens`` (raw little-endian int32) and whose predecessor is ``parent``."""
+    return hashlib.blake2b(parent + tokens, digest_size=HASH_BYTES, person=_BLOCK_TAG).digest()
+
+
+def block_hashes(fingerprint: str, salt: str, tokens: Int32, block_size: int) -> bytes:
+    """The hashes of all full blocks of ``tokens``: 16 bytes each, in order, ``len(tokens) // block_size`` of them."""
+    data = pack_int32(tokens)
+    parent = root_hash(fingerprint, salt, block_size)
+    hashes = []
+    width = 4 * block_size
+    for start in range(0, len(data) - width + 1, width):
+        parent = extend_hash(parent, data[start : start + width])
+        hashes.append(parent)
+    return b"".join(hashes)

@@ -67,6 +67,10 @@ class Decoder:
             raise ValueError(f"{num_blocks} blocks of {block_size} tokens")
         self.ops.allocate_kv_cache(num_blocks, block_size)
 
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """Every cache tensor, for tests that poison them."""
+        return self.ops.kv_tensors()
+
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, metadata: StepMetadata) -> torch.Tensor:
         ops = self.ops

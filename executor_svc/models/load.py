@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-from executor_svc.backends.cpu.build import CpuBackend, make_backend
-from executor_svc.models.base import ModelFacts
+from executor_svc.backends.cpu.build import CpuBuilder, make_builder
+from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
-from executor_svc.models.decoder import Decoder, DecoderLayer
 from executor_svc.models.parameters import EMBEDDING, FINAL_NORM, HEAD, layer_shapes, parameter_shapes
 from executor_svc.models.rope import rope_table
 from executor_svc.weights.checkpoint import Checkpoint, open_checkpoint
@@ -31,7 +30,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 class LoadedModel:
     """A model, the assets its text side needs (see ``Checkpoint``), and its config."""
 
-    model: Decoder
+    model: Model
     assets: dict[str, bytes]
     config: ModelConfig
 
@@ -59,33 +58,12 @@ def load_model(
     config = checkpoint.config
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
-    backend = make_backend(config, rope_table(config.rope, config.head_dim, config.context_length), weights, count, attention)
-    model = _build(checkpoint, backend, name or (path.stem if path.suffix == ".gguf" else path.resolve().name), progress)
-    return LoadedModel(model, checkpoint.assets, config)
-
-
-def _build(checkpoint: Checkpoint, backend: CpuBackend, name: str, progress: Progress | None) -> Decoder:
-    config = checkpoint.config
-    parts: dict[str, torch.Tensor] = {}
-    layers: list[DecoderLayer | None] = [None] * config.num_layers
-    pending: dict[int, dict[str, torch.Tensor]] = {}
-    wanted = set(layer_shapes(config))
-    for parameter, tensor in _counted(checkpoint, progress):
-        match = _LAYER.fullmatch(parameter)
-        if match is None:
-            parts[parameter] = backend.keep(tensor) if parameter == EMBEDDING else tensor
-            if parameter == HEAD or (parameter == EMBEDDING and config.tie_embeddings):
-                head = backend.linear(tensor)
-            continue
-        index = int(match[1])
-        layer = pending.setdefault(index, {})
-        layer[match[2]] = tensor
-        if set(layer) == wanted:  # packed as soon as complete, so the unpacked model is never whole in memory
-            layers[index] = _layer(pending.pop(index), backend)
-    complete = [layer for layer in layers if layer is not None]
-    numerics = backend.finish()
+    rope = rope_table(config.rope, config.head_dim, config.context_length)
+    builder = make_builder(config, rope, weights, count, attention)
+    _fill(builder, checkpoint, progress)
+    numerics = builder.numerics()
     facts = ModelFacts(
-        name=name,
+        name=name or (path.stem if path.suffix == ".gguf" else path.resolve().name),
         architecture=_ARCHITECTURES[config.family],
         vocab_size=config.vocab_size,
         context_length=config.context_length,
@@ -95,24 +73,30 @@ def _build(checkpoint: Checkpoint, backend: CpuBackend, name: str, progress: Pro
         fingerprint=checkpoint.fingerprint,
         numerics=hashlib.sha256(f"{checkpoint.fingerprint} {numerics}".encode()).hexdigest(),
     )
-    log.info("%s: %s; %s", name, checkpoint.fingerprint[:12], numerics)
-    return Decoder(
-        config, facts, backend.ops, parts[EMBEDDING], complete, parts[FINAL_NORM].float(), head, backend.row_tile
-    )
+    log.info("%s: %s; %s", facts.name, facts.fingerprint[:12], numerics)
+    return LoadedModel(builder.build(facts), checkpoint.assets, config)
 
 
-def _layer(parts: dict[str, torch.Tensor], backend: CpuBackend) -> DecoderLayer:
-    def fused(*names: str) -> Callable[[torch.Tensor], torch.Tensor]:
-        return backend.linear(torch.cat([parts[f"{name}.weight"].float() for name in names]))
-
-    return DecoderLayer(
-        input_norm=parts["input_layernorm.weight"].float(),
-        qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        output=fused("self_attn.o_proj"),
-        post_norm=parts["post_attention_layernorm.weight"].float(),
-        gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
-        down=fused("mlp.down_proj"),
-    )
+def _fill(builder: CpuBuilder, checkpoint: Checkpoint, progress: Progress | None) -> None:
+    """Hand over each parameter, whole layers as soon as they are complete: the model is never twice in memory."""
+    config = checkpoint.config
+    pending: dict[int, dict[str, torch.Tensor]] = {}
+    wanted = set(layer_shapes(config))
+    for parameter, tensor in _counted(checkpoint, progress):
+        match = _LAYER.fullmatch(parameter)
+        if match is not None:
+            index = int(match[1])
+            layer = pending.setdefault(index, {})
+            layer[match[2]] = tensor
+            if set(layer) == wanted:
+                builder.set_layer(index, pending.pop(index))
+        elif parameter == FINAL_NORM:
+            builder.set_final_norm(tensor)
+        else:
+            if parameter == EMBEDDING:
+                builder.set_embedding(tensor)
+            if parameter == HEAD or config.tie_embeddings:
+                builder.set_head(tensor)
 
 
 def _counted(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:

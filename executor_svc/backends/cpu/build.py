@@ -1,81 +1,130 @@
-"""The CPU backend of one model: packed linears, the operations beside them, and what its numbers depend on."""
+"""Choosing and filling the CPU implementation of a model: compiled (needs numba) or plain torch."""
 
 from __future__ import annotations
 
 import logging
-from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
 from executor_svc.backends.cpu.linear import WEIGHTS, Linear, make_linear
-from executor_svc.backends.cpu.ops import CpuOps
-from executor_svc.backends.cpu.row_tile import Probed, TiledLinear, probe
+from executor_svc.backends.cpu.native.supported import reason_against
+from executor_svc.backends.cpu.row_tile import TiledLinear, probe
+from executor_svc.backends.cpu.torch_ops import TorchOps
+from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
+from executor_svc.models.decoder import Decoder, DecoderLayer
 
 log = logging.getLogger(__name__)
 
 ATTENTION = ("numba", "torch")
 
 
-class CpuBackend:
-    """Collects a model's linears while it loads; ``finish`` probes them and returns the numerics description."""
+class CpuBuilder(Protocol):
+    """Receives every parameter once (shapes as in ``parameter_shapes``), then builds the model."""
 
-    def __init__(self, ops: CpuOps, weights: str, threads: int) -> None:
-        self.ops = ops
-        self.row_tile = 1
+    def set_embedding(self, tensor: torch.Tensor) -> None: ...
+    def set_head(self, tensor: torch.Tensor) -> None: ...
+    def set_final_norm(self, tensor: torch.Tensor) -> None: ...
+    def set_layer(self, index: int, parts: dict[str, torch.Tensor]) -> None: ...
+
+    def numerics(self) -> str:
+        """In words, all that decides the bits of the results beside the weights. Call it after all ``set_...``."""
+        ...
+
+    def build(self, facts: ModelFacts) -> Model: ...
+
+
+class TorchBuilder:
+    """The plain torch model: torch's own matrix products, made batch invariant by probing (``row_tile``)."""
+
+    def __init__(self, config: ModelConfig, rope: torch.Tensor, weights: str, threads: int) -> None:
+        self._config = config
+        self._ops = TorchOps(config, rope)
         self._weights = weights
         self._threads = threads
         self._linears: list[_Deferred] = []
+        self._layers: dict[int, DecoderLayer] = {}
+        self._embedding = self._final_norm = torch.empty(0)
+        self._head: _Deferred | None = None
+        self._tile = 1
 
-    def linear(self, weight: torch.Tensor) -> _Deferred:
-        """[N, K] -> a callable [M, K] -> [M, N], usable after ``finish``; M a multiple of ``row_tile``."""
+    def set_embedding(self, tensor: torch.Tensor) -> None:
+        self._embedding = tensor.to(torch.float16 if self._weights == "float16" else torch.float32)
+
+    def set_head(self, tensor: torch.Tensor) -> None:
+        self._head = self._linear(tensor)
+
+    def set_final_norm(self, tensor: torch.Tensor) -> None:
+        self._final_norm = tensor.float()
+
+    def set_layer(self, index: int, parts: dict[str, torch.Tensor]) -> None:
+        def fused(*names: str) -> _Deferred:
+            return self._linear(torch.cat([parts[f"{name}.weight"].float() for name in names]))
+
+        self._layers[index] = DecoderLayer(
+            input_norm=parts["input_layernorm.weight"].float(),
+            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            output=fused("self_attn.o_proj"),
+            post_norm=parts["post_attention_layernorm.weight"].float(),
+            gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
+            down=fused("mlp.down_proj"),
+        )
+
+    def numerics(self) -> str:
+        probed = probe([deferred.linear for deferred in self._linears], self._threads)
+        for deferred in self._linears:
+            deferred.tiled = TiledLinear(deferred.linear, probed.schemes[deferred.linear.shape])
+        self._tile = probed.tile
+        threads = "" if probed.invariant else f", threads {self._threads}"
+        return (
+            f"cpu torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}, weights {self._weights}, "
+            f"kv float32, row tile {probed.tile} {probed.digest}{threads}"
+        )
+
+    def build(self, facts: ModelFacts) -> Decoder:
+        assert self._head is not None
+        layers = [self._layers[index] for index in range(self._config.num_layers)]
+        return Decoder(
+            self._config, facts, self._ops, self._embedding, layers, self._final_norm, self._head, self._tile
+        )
+
+    def _linear(self, weight: torch.Tensor) -> _Deferred:
         deferred = _Deferred(make_linear(weight, self._weights))
         self._linears.append(deferred)
         return deferred
 
-    def keep(self, embedding: torch.Tensor) -> torch.Tensor:
-        """The embedding as stored in memory: like the linears, it is float16 or float32."""
-        return embedding.to(torch.float16 if self._weights == "float16" else torch.float32)
-
-    def finish(self) -> str:
-        """Probe row counts, fix every linear's scheme, and say in words what the numbers depend on."""
-        probed: Probed = probe([deferred.linear for deferred in self._linears], self._threads)
-        for deferred in self._linears:
-            deferred.tiled = TiledLinear(deferred.linear, probed.schemes[deferred.linear.shape])
-        self.row_tile = probed.tile
-        return (
-            f"cpu {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, weights {self._weights}, "
-            f"attention {self.ops.name}, kv float32, row tile {probed.tile} {probed.digest}"
-            + ("" if probed.invariant else f", threads {self._threads}")
-        )
-
 
 class _Deferred:
-    """A linear whose scheme is known only after all linears are."""
+    """A linear whose row scheme is known only after all linears are."""
 
     def __init__(self, linear: Linear) -> None:
         self.linear = linear
         self.tiled: TiledLinear | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.tiled is not None, "finish() was not called"
+        assert self.tiled is not None, "the linears were not probed"
         return self.tiled(x)
 
 
-def make_backend(
+def make_builder(
     config: ModelConfig, rope: torch.Tensor, weights: str, threads: int, attention: str | None
-) -> CpuBackend:
-    """``attention`` None: numba where it is installed. ``ValueError`` for an unknown option."""
+) -> CpuBuilder:
+    """``attention``: ``numba`` (the compiled forward), ``torch``, or None for the former where it can run.
+
+    ``ValueError`` for an unknown option, or for ``numba`` where it cannot run.
+    """
     if weights not in WEIGHTS:
         raise ValueError(f"weights {weights!r}: not one of {WEIGHTS}")
     if attention not in (None, *ATTENTION):
         raise ValueError(f"attention {attention!r}: not one of {ATTENTION}")
-    from executor_svc.backends.cpu.torch_ops import TorchOps
+    if attention != "torch":
+        reason = reason_against(config)
+        if reason is None:
+            from executor_svc.backends.cpu.native.build import NativeBuilder
 
-    if attention is None:
-        attention = "numba" if find_spec("numba") and find_spec("executor_svc.backends.cpu.numba_ops") else "torch"
-    if attention == "torch":
-        return CpuBackend(TorchOps(config, rope), weights, threads)
-    from executor_svc.backends.cpu.numba_ops import NumbaOps
-
-    return CpuBackend(NumbaOps(config, rope, threads), weights, threads)
+            return NativeBuilder(config, rope, weights, threads)
+        if attention == "numba":
+            raise ValueError(f"attention 'numba' cannot be used: {reason}")
+        log.warning("the compiled forward cannot be used (%s): running in plain torch, which is slower", reason)
+    return TorchBuilder(config, rope, weights, threads)

@@ -1,0 +1,174 @@
+"""A model whose forward is one call into compiled code."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+from executor_svc.backends.cpu.native import layout as at
+from executor_svc.backends.cpu.native.attention import scratch_floats
+from executor_svc.backends.cpu.native.compile import load_forward
+from executor_svc.backends.cpu.native.gemm import BYTES
+from executor_svc.backends.cpu.native.team import Team
+from executor_svc.backends.cpu.native.vector import LANES
+from executor_svc.metadata import StepMetadata
+from executor_svc.models.base import ModelFacts
+from executor_svc.models.config import ModelConfig
+
+Table = npt.NDArray[np.int64]
+
+
+class NativeDecoder:
+    """Implements ``Model`` on the CPU. Tensors whose addresses are in a table are kept alive here."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        facts: ModelFacts,
+        weights: str,
+        threads: int,
+        embedding: torch.Tensor,
+        rope: torch.Tensor,
+        layers: list[tuple[torch.Tensor, ...]],
+        final_norm: torch.Tensor,
+        head: torch.Tensor,
+    ) -> None:
+        """``layers``: input norm, qkv, output, post norm, gate-up and down of each; matrices packed in panels (gate
+        and up panels alternating), norms float32. ``rope``: ``rope_table``. ``embedding`` [vocab, hidden]."""
+        self.config = config
+        self.facts = facts
+        self._embedding = embedding
+        self._team = Team(threads)
+        self._forward = load_forward(weights)
+        self._floats = np.array([config.rms_norm_eps, 1.0 / config.hidden_size, config.head_dim**-0.5], np.float32)
+        self._layers = np.zeros((config.num_layers, at.LAYER_SIZE), np.int64)
+        for row, tensors in zip(self._layers, layers, strict=True):
+            row[: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
+        self._head_panels = head.shape[0]
+        self._model = np.zeros(at.MODEL_SIZE, np.int64)
+        self._model[: at.BLOCK_SIZE] = (
+            config.num_layers, config.hidden_size, config.q_size, config.kv_size, config.intermediate_size,
+            config.head_dim, config.num_kv_heads, config.group_size, self._head_panels,
+        )  # fmt: skip
+        self._model[at.ROPE] = rope.data_ptr()
+        self._model[at.FINAL_NORM] = final_norm.data_ptr()
+        self._model[at.HEAD] = head.data_ptr()
+        self._model[at.LAYERS] = self._layers.ctypes.data
+        self._model[at.FLOATS] = self._floats.ctypes.data
+        self._model[at.WEIGHT_BYTES] = BYTES[weights]
+        self._kept = [rope, final_norm, head, *(tensor for tensors in layers for tensor in tensors)]
+        self._caches: list[torch.Tensor] = []
+        self._num_slots = 0
+        phases = at.PHASES_PER_LAYER * config.num_layers + at.EXTRA_PHASES
+        self._counters = np.zeros((phases + 1) * at.COUNTER_BYTES // 8, np.int64)
+        scratch_bytes = -(-scratch_floats(config.head_dim) * 4 // 4096) * 4096  # no two threads share a page
+        self._scratch = torch.zeros(self._team.threads * scratch_bytes // 4 + 1024)
+        self._step = np.zeros(at.STEP_SIZE, np.int64)
+        self._step[at.MODEL] = self._model.ctypes.data
+        self._step[at.COUNTERS] = self._counters.ctypes.data
+        self._step[at.SCRATCH] = -(-self._scratch.data_ptr() // 4096) * 4096
+        self._step[at.SCRATCH_BYTES] = scratch_bytes
+        self._capacity = 0  # rows that the buffers hold
+        self._buffers: list[torch.Tensor] = []
+
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"{num_blocks} blocks of {block_size} tokens")
+        config = self.config
+        self._num_slots = num_blocks * block_size
+        groups = -(-self._num_slots // LANES)
+        shape = (groups, config.num_kv_heads, LANES * config.head_dim)
+        self._caches = [torch.empty(shape) for _ in range(2 * config.num_layers)]
+        addresses = np.array([tensor.data_ptr() for tensor in self._caches]).reshape(-1, 2)
+        self._layers[:, at.KEYS :] = addresses
+        self._model[at.BLOCK_SIZE] = block_size
+
+    def kv_tensors(self) -> list[torch.Tensor]:
+        """Every cache tensor, for tests that poison them."""
+        return self._caches
+
+    @torch.inference_mode()
+    def forward(self, input_ids: torch.Tensor, metadata: StepMetadata) -> torch.Tensor:
+        tokens, wanted = metadata.num_tokens, len(metadata.logit_indices)
+        if tokens == 0:
+            return torch.empty(0, self.config.vocab_size)
+        self._check(metadata)
+        self._reserve(max(tokens, wanted))
+        x = self._buffers[0]
+        x[:tokens] = F.embedding(input_ids, self._embedding)
+        logits = torch.empty(wanted, self._head_panels * LANES)
+        items = attention_items(metadata, max(1, at.QUERY_ROWS // self.config.group_size))
+        tables = np.ascontiguousarray(metadata.block_tables, np.int64)
+        # Named, not passed as temporaries: the compiled code reads them by address.
+        positions = np.ascontiguousarray(metadata.positions, np.int64)
+        kv_slots = np.ascontiguousarray(metadata.kv_slots, np.int64)
+        indices = np.ascontiguousarray(metadata.logit_indices, np.int64)
+        step = self._step
+        step[: at.MAX_BLOCKS + 1] = tokens, wanted, len(items), tables.shape[1]
+        step[at.LOGITS] = logits.data_ptr()
+        step[at.POSITIONS : at.ITEMS + 1] = (
+            positions.ctypes.data, kv_slots.ctypes.data, indices.ctypes.data, tables.ctypes.data, items.ctypes.data
+        )  # fmt: skip
+        self._counters[:] = 0
+        self._team.run(self._forward, step.ctypes.data)
+        return logits[:, : self.config.vocab_size]
+
+    def _check(self, metadata: StepMetadata) -> None:
+        """Compiled code has no bounds checks, so nothing out of bounds may reach it."""
+        positions, slots = metadata.positions, metadata.kv_slots
+        if not self._caches:
+            raise RuntimeError("no KV cache was allocated")
+        if int(positions.min()) < 0 or int(positions.max()) >= self.config.context_length:
+            raise ValueError(f"a position is outside the context of {self.config.context_length}")
+        if int(slots.min()) < 0 or int(slots.max()) >= self._num_slots:
+            raise ValueError(f"a KV slot is outside the cache of {self._num_slots}")
+        block_size = int(self._model[at.BLOCK_SIZE])
+        if int(metadata.seq_lens.min()) < 0 or int(metadata.query_lens.min()) < 1:
+            raise ValueError("a row has a negative length or no new token")
+        needed = -(-(metadata.seq_lens.astype(np.int64) + metadata.query_lens) // block_size)
+        tables = metadata.block_tables
+        if int(needed.max()) > tables.shape[1]:
+            raise ValueError("a row is longer than its block table")
+        used = np.arange(tables.shape[1]) < needed[:, None]
+        if int(np.where(used, tables, 0).min()) < 0 or int(tables.max()) * block_size >= self._num_slots:
+            raise ValueError("a block table names a block outside the cache")
+        indices = metadata.logit_indices
+        if len(indices) and (int(indices.min()) < 0 or int(indices.max()) >= metadata.num_tokens):
+            raise ValueError("a logit index is outside the step's tokens")
+
+    def _reserve(self, rows: int) -> None:
+        """Buffers for a step of ``rows`` tokens; they only grow."""
+        if rows <= self._capacity:
+            return
+        config = self.config
+        capacity = -(-rows // 64) * 64
+        widths = (
+            config.hidden_size, config.hidden_size, config.hidden_size, config.q_size + 2 * config.kv_size,
+            config.q_size, 2 * config.intermediate_size, config.intermediate_size,
+        )  # fmt: skip
+        self._buffers = [torch.zeros(capacity, width) for width in (*widths, config.hidden_size, config.q_size)]
+        addresses = [buffer.data_ptr() for buffer in self._buffers]
+        self._step[at.X : at.X + len(widths)] = addresses[: len(widths)]
+        self._step[at.X_WANTED : at.ATTENDED_WANTED + 1] = addresses[len(widths) :]
+        self._capacity = capacity
+
+    def threads(self) -> int:
+        return self._team.threads
+
+
+def attention_items(metadata: StepMetadata, most: int) -> Table:
+    """int64 [items, ITEM_SIZE]: each row's new tokens in runs of at most ``most``."""
+    lens = metadata.query_lens.astype(np.int64)
+    pieces = -(-lens // most)
+    rows = np.repeat(np.arange(len(lens)), pieces)
+    offsets = (np.arange(len(rows)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    items = np.empty((len(rows), at.ITEM_SIZE), np.int64)
+    items[:, at.ITEM_ROW] = rows
+    items[:, at.ITEM_TOKEN] = metadata.query_starts[rows] + offsets
+    items[:, at.ITEM_COUNT] = np.minimum(most, lens[rows] - offsets)
+    items[:, at.ITEM_POSITION] = metadata.seq_lens[rows] + offsets
+    return items
+
+

@@ -1,0 +1,35 @@
+"""The tables through which Python hands addresses and sizes to the compiled forward: one int64 array each.
+
+Indices are plain integers so that compiled code can use them as constants.
+"""
+
+from __future__ import annotations
+
+# Model table: what does not change between steps.
+NUM_LAYERS, HIDDEN, Q_SIZE, KV_SIZE, INTERMEDIATE, HEAD_DIM, KV_HEADS, GROUP, VOCAB_PANELS, BLOCK_SIZE = range(10)
+ROPE, FINAL_NORM, HEAD, LAYERS, WEIGHT_BYTES, FLOATS, THREADS = range(10, 17)
+MODEL_SIZE = 17
+
+# Layer table: LAYER_SIZE entries for each layer, all addresses.
+INPUT_NORM, QKV, OUTPUT, POST_NORM, GATE_UP, DOWN, KEYS, VALUES = range(8)
+LAYER_SIZE = 8
+
+# Float table: float32.
+EPSILON, INVERSE_HIDDEN, SCALE = range(3)
+FLOATS_SIZE = 3
+
+# Step table: sizes, then addresses.
+TOKENS, WANTED, NUM_ITEMS, MAX_BLOCKS = range(4)
+X, NORMED, DELTA, QKV_OUT, ATTENDED, GATE_UP_OUT, ACTIVATED, LOGITS = range(4, 12)
+POSITIONS, KV_SLOTS, WANTED_INDICES, BLOCK_TABLES, ITEMS, COUNTERS, SCRATCH, SCRATCH_BYTES, MODEL = range(12, 21)
+X_WANTED, ATTENDED_WANTED = 21, 22
+STEP_SIZE = 23
+
+# One attention item: ITEM_SIZE entries.
+ITEM_ROW, ITEM_TOKEN, ITEM_COUNT, ITEM_POSITION = range(4)
+ITEM_SIZE = 4
+
+# A phase's counters: the next ticket, and on another cache line the number of finished items.
+COUNTER_BYTES, DONE_OFFSET = 128, 64
+PHASES_PER_LAYER, EXTRA_PHASES = 8, 3
+QUERY_ROWS = 48  # queries x heads of one attention item

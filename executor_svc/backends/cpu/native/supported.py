@@ -1,0 +1,26 @@
+"""Which models the compiled forward can run here."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from executor_svc.backends.cpu.native.layout import QUERY_ROWS
+from executor_svc.models.config import ModelConfig
+
+_LANES = 16
+
+
+def reason_against(config: ModelConfig) -> str | None:
+    """Why the compiled forward cannot run this model on this machine; None if it can."""
+    if not find_spec("numba"):
+        return "numba is not installed"
+    from executor_svc.backends.cpu.native.compile import can_run
+
+    if not can_run():
+        return "the CPU has no fused multiply-add or no float16 conversion"
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) % _LANES:
+            return f"{name} {getattr(config, name)} is not a multiple of {_LANES}"
+    if config.group_size > QUERY_ROWS:
+        return f"{config.group_size} query heads share one KV head, more than {QUERY_ROWS}"
+    return None

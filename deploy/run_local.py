@@ -67,8 +67,9 @@ class Service:
     def check_alive(self) -> None:
         status = self.process.poll()
         if status is not None:
+            how = f"status {status}" if status >= 0 else signal.Signals(-status).name
             tail = self.log.read_text(errors="replace").splitlines()[-15:]
-            raise ServiceEnded("\n".join([f"the {self.name} ended with status {status}; its last words:", *tail]))
+            raise ServiceEnded("\n".join([f"the {self.name} ended with {how}; its last words:", *tail]))
 
     def stop(self, patience: float) -> None:
         if self.process.poll() is None:
@@ -120,6 +121,22 @@ def serve(address: str, services: Sequence[Service], stop: threading.Event) -> i
     return 0
 
 
+def run_command(command: Sequence[str], services: Sequence[Service]) -> int:
+    """Its exit status, as a shell would give it. A service that ends meanwhile ends the command, too."""
+    with subprocess.Popen(command, preexec_fn=die_with_parent(os.getpid())) as process:
+        try:
+            while True:
+                try:
+                    status = process.wait(0.2)
+                    return status if status >= 0 else 128 - status
+                except subprocess.TimeoutExpired:
+                    for service in services:
+                        service.check_alive()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.run_local", description=__doc__.split("\n")[0])
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct.Q4_1.gguf", help="a GGUF file or a folder")
@@ -141,8 +158,7 @@ def main() -> int:
             if args.serve:
                 return serve(address, services, stop)
             command = [part.replace("{address}", address) for part in args.command]
-            status = subprocess.run(command).returncode
-            return status if status >= 0 else 128 - status
+            return run_command(command, services)
     except ServiceEnded as error:
         print(error, file=sys.stderr)
         return 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
-USAGE_ERROR = 2  # argparse's exit status: the next start would end the same way
+USAGE_ERROR = 2  # argparse's exit status: at the first start, so every start would end this way
 _PR_SET_PDEATHSIG = 1
 # Looked up before any fork: the child must not load libraries.
 _prctl = ctypes.CDLL(None, use_errno=True).prctl if sys.platform == "linux" else None
@@ -76,11 +76,11 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     async def run(self) -> None:
-        """Until stopped, or until the command ends with a usage error. The old process is reaped before a new one."""
+        """Until stopped, or until the first start ends with a usage error. The old process is reaped before a new one."""
         try:
             while not self._stopping.is_set():
                 uptime = await self._run_once()
-                if self._stopping.is_set() or self.status == USAGE_ERROR:
+                if self._stopping.is_set() or (self.status == USAGE_ERROR and self.starts == 1):
                     break
                 delay = self._backoff.after(uptime)
                 log.warning(

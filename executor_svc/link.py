@@ -101,6 +101,7 @@ class Link:
             if self._session is not None:
                 plan = self._next_queued(self._session)
                 if plan is not None:
+                    self._report(self._heard)
                     return plan
             now = time.monotonic()
             self._keep_up(now)
@@ -211,7 +212,11 @@ class Link:
                 self._end_session(session.lost)
         elif now - self._heard > SILENCE_LIMIT:
             self._end_session("the core is silent")
-        elif self.epoch is not None and now >= self._next_load:
+        else:
+            self._report(now)
+
+    def _report(self, now: float) -> None:
+        if self.epoch is not None and now >= self._next_load:
             self._next_load = now + LOAD_INTERVAL
             self.send(self.load())
 

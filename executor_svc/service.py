@@ -117,6 +117,8 @@ class ExecutorService:
 
     def _should_leave(self) -> str:
         """Why to leave now, or an empty text."""
+        if self.link.drained and self.worker.previous is None:
+            return "drained"  # asked for or not: the core sends no further plan
         if not self._stops:
             return ""
         if self._stops > 1:
@@ -128,7 +130,7 @@ class ExecutorService:
             self.link.announce_draining()
         if self.worker.previous is not None:
             return ""
-        if self.link.drained or not self.link.connected:
+        if not self.link.connected:
             return "drained"
         now = time.monotonic()
         if self.slots.slots_used:

@@ -115,7 +115,12 @@ class ScriptedCore:
         self.port = int(self.address.rpartition(":")[2])
 
     def unbind(self) -> None:
-        """As if the core died: its connections end."""
+        """As if the core died: its connections end. Returns when its port is free."""
+        monitor = self.socket.get_monitor_socket(zmq.Event.CLOSED)
+        self.socket.unbind(self.address)
+        assert monitor.poll(TIMEOUT_MS), "the listener did not close"
+        self.socket.disable_monitor()
+        monitor.close(linger=0)
         self.socket.close(linger=0)
 
     def receive(self) -> ToCore:

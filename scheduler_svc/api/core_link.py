@@ -11,11 +11,11 @@ service knows no model until executors return, and a continuation must never run
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 import zmq
@@ -75,7 +75,6 @@ class CoreLink:
         self._on_models = on_models
         self._on_change = on_change
         self._socket: zmq.asyncio.Socket | None = None  # of the session, once attached
-        self._sender: zmq.Socket | None = None  # the same, for sends that need no loop
         self._leaving = False
         self._number = 0
         self._streams: dict[int, Stream] = {}  # submitted in this session, by number
@@ -172,7 +171,7 @@ class CoreLink:
             socket.connect(self.config.address)
             config = self.config
             attach = front.Attach(front.FRONT_VERSION, config.worker, config.incarnation, config.window)
-            zmq.Socket.shadow(socket.underlying).send(_encoder.encode(attach))
+            _send_now(socket, attach)
             tasks = [
                 asyncio.create_task(self._receive(socket)),
                 asyncio.create_task(_disconnected(monitor)),
@@ -193,7 +192,7 @@ class CoreLink:
     def _end_session(self) -> None:
         if self._socket is None:
             return
-        self._socket = self._sender = None
+        self._socket = None
         self.down_since = time.monotonic()
         self._streams.clear()
         self._fingerprints.clear()
@@ -270,7 +269,6 @@ class CoreLink:
         if self._socket is not None:
             raise SessionOver("attached twice")
         self._socket = socket
-        self._sender = zmq.Socket.shadow(socket.underlying)
         self._received = self._credited = 0
         self._session_began = time.monotonic()
         self.down_since = None
@@ -324,11 +322,18 @@ class CoreLink:
             self._send(front.Credit(self._received))
 
     def _send(self, message: front.ToCore) -> None:
-        if self._sender is None:
-            return
-        # No high-water mark: never blocks, and what can be sent is bounded by the open streams.
-        with contextlib.suppress(zmq.Again):
-            self._sender.send(_encoder.encode(message), zmq.NOBLOCK)
+        if self._socket is not None:
+            _send_now(self._socket, message)
+
+
+def _send_now(socket: zmq.asyncio.Socket, message: front.ToCore) -> None:
+    """Without a high-water mark a send never waits; what can be sent is bounded by the open streams.
+
+    Through the asyncio socket, not its plain one: a send may swallow the event of a message that came in meanwhile, and
+    the asyncio socket looks again.
+    """
+    sent = cast("asyncio.Future[object]", socket.send(_encoder.encode(message), zmq.NOBLOCK))
+    sent.exception()  # done already; what could go wrong is the socket's end, which ends the session by itself
 
 
 async def _disconnected(monitor: zmq.asyncio.Socket) -> None:

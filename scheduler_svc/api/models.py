@@ -155,7 +155,12 @@ class ModelRegistry:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             # Compiling a large tokenizer takes a second.
-            await asyncio.to_thread(prepare, model, files)
+            try:
+                await asyncio.to_thread(prepare, model, files)
+            except Exception as error:  # a file that breaks its library must not leave the model loading for ever
+                log.exception("model files unusable", extra={"model": model.name})
+                model.tokenizer = model.template = None
+                model.text_fault = f"{type(error).__name__} in its files"
             model.loaded = True
             log.info(
                 "model known",

@@ -15,7 +15,6 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
@@ -55,15 +54,6 @@ class Meter:
         self.turn()
 
 
-class _MeteredCode(CodeGenerator):
-    """Every loop's iterable goes through the tick filter."""
-
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        node.iter = nodes.Filter(node.iter, _TICKS, [], [], None, None, lineno=node.lineno)
-        node.iter.set_environment(self.environment)
-        super().visit_For(node, frame)
-
-
 class _GenerationBlock(Extension):
     """``{% generation %}`` marks the assistant's words for training; for serving it is its content."""
 
@@ -75,8 +65,16 @@ class _GenerationBlock(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    code_generator_class = _MeteredCode
     intercepted_binops = frozenset({"*", "**", "%"})
+
+    def _generate(
+        self, source: nodes.Template, name: str | None, filename: str | None, defer_init: bool = False
+    ) -> str:
+        # Every loop's iterable goes through the tick filter.
+        for loop in list(source.find_all(nodes.For)):
+            loop.iter = nodes.Filter(loop.iter, _TICKS, [], [], None, None, lineno=loop.lineno)
+            loop.iter.set_environment(self)
+        return super()._generate(source, name, filename, defer_init)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -135,7 +133,7 @@ class ChatTemplate:
         """Raises TemplateFault where the source does not compile."""
         try:
             self._template = _environment().from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
+        except Exception as error:  # foreign code: whatever goes wrong is the template's fault
             raise TemplateFault(f"the template does not compile: {error}") from error
         self._special_texts = dict(special_texts)
 

@@ -101,7 +101,9 @@ def both_services(args: argparse.Namespace, logs: Path) -> Iterator[tuple[str, l
     services: list[Service] = []
     python = [sys.executable, "-m"]
     try:
-        scheduler = [*python, "scheduler_svc", "--listen", address, "--executors", executors, *args.scheduler_flag]
+        scheduler = [*python, "scheduler_svc", "--listen", address, "--executors", executors]
+        # Nobody else is told of this address: nothing can still arrive.
+        scheduler += [*([] if fixed else ["--leave-grace", "0"]), *args.scheduler_flag]
         services.append(Service("scheduler", scheduler, logs))
         executor = [*python, "executor_svc", "--model", args.model, "--scheduler", executors, *args.executor_flag]
         services.append(Service("executor", executor, logs))

@@ -1,0 +1,103 @@
+"""One process under test: its log, what it said, and its certain end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL = 0.02  # seconds between looks at a file or at /proc; every wait ends on an event, never on a time alone
+TIMEOUT = 60.0
+
+
+class Process:
+    """``python -m MODULE ARGS``, in a session of its own; standard output and error go to ``log``."""
+
+    def __init__(self, name: str, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+        self.name, self.log, self.args = name, log, args
+        self._output = log.open("ab")
+        self._output.write(f"--- {' '.join(args)}\n".encode())
+        self._output.flush()
+        self.started_at = self.log.stat().st_size  # log bytes of earlier processes of this name
+        self.popen = subprocess.Popen(
+            [sys.executable, *args],
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env=dict(os.environ) | (env or {}),
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.popen.poll() is None
+
+    def text(self) -> str:
+        """What this process said so far (not earlier ones with the same log)."""
+        return self.log.read_bytes()[self.started_at :].decode(errors="replace")
+
+    def wait_log(self, pattern: str, timeout: float = TIMEOUT) -> re.Match[str]:
+        """Waits for a line that matches; fails when the process ends without it."""
+        for _ in bounded(timeout, lambda: f"{self.name} never said {pattern!r}:\n{self.text()[-4000:]}"):
+            alive = self.alive
+            if match := re.search(pattern, self.text(), re.MULTILINE):
+                return match
+            assert alive, f"{self.name} ended with {self.popen.returncode} before {pattern!r}:\n{self.text()[-4000:]}"
+        raise AssertionError
+
+    def send(self, sig: int) -> None:
+        self.popen.send_signal(sig)
+
+    def wait(self, timeout: float = TIMEOUT) -> int:
+        return self.popen.wait(timeout)
+
+    def stop(self, grace: float = 10.0) -> None:
+        """SIGTERM to the process, then SIGKILL to what is left of its session."""
+        if self.alive:
+            self.send(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(grace)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.popen.wait()
+        self._output.close()
+
+
+def bounded(timeout: float, message: object) -> Iterator[None]:
+    """Yields now and then until ``timeout`` seconds have passed, then fails with ``message`` (called if callable)."""
+    deadline = time.monotonic() + timeout
+    while True:
+        yield
+        if time.monotonic() > deadline:
+            raise AssertionError(message() if callable(message) else message)
+        time.sleep(POLL)
+
+
+def children(pid: int) -> dict[int, str]:
+    """pid -> command line of the live children of ``pid``."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                if int(fields[1]) == pid and fields[0] != "Z":
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return found
+
+
+def gone(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    return True

@@ -76,7 +76,7 @@ class Child:
         return self._process.pid if self._process is not None else None
 
     async def run(self) -> None:
-        """Until stopped, or until the first start ends with a usage error. The old process is reaped before a new one."""
+        """Until stopped, or until the first start ends with a usage error. Reaps the old process before a new start."""
         try:
             while not self._stopping.is_set():
                 uptime = await self._run_once()

@@ -120,7 +120,8 @@ class CoreLink:
             except TimeoutError:
                 raise AssetFault(f"no answer for {asset.kind} at {offset}") from None
             finally:
-                self._chunks.pop(key, None)
+                if self._chunks.get(key) is future:  # another fetch of the same file may wait for one of its own
+                    del self._chunks[key]
             if not chunk.data or offset + len(chunk.data) > asset.size:
                 raise AssetFault(f"{asset.kind}: {len(chunk.data)} bytes at {offset} of {asset.size}")
             parts.append(chunk.data)

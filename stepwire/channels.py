@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 OPTIONS: tuple[tuple[str, int], ...] = (
-    # A server that vanished without a word is found in 40 s; its successor is tried again within 2 s.
+    # A server that vanished without a word is found in 40 s; its successor is tried again within 1 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.enable_retries", 0),  # a retry here is a continuation, never the same call again
 )

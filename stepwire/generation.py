@@ -24,8 +24,9 @@ from stepwire.errors import RequestError
 from stepwire.types import Choice, Chunk, Completion, Finish, Started, Usage
 
 PUSHBACK = "grpc-retry-pushback-ms"
-FIRST_DELAY = 0.05  # seconds
-MAX_DELAY = 2.0
+FIRST_DELAY = 0.05  # seconds, then longer by GROWTH each time
+GROWTH = 1.6
+MAX_DELAY = 1.0
 
 # A stream that ends with one of these broke off. CANCELLED is a server that stopped: our own cancel never gets here.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -73,17 +74,14 @@ class Generation:
         self._choices = [_ChoiceState() for _ in range(n)]
         self.started: Started | None = None
         self.usage: Usage | None = None
-        self.attempts = 0
-        self.continuations = 0
+        self.continuations = 0  # those that were accepted
 
     # ---- one attempt
 
     def request(self) -> pb.GenerateRequest:
         """The request of the next attempt: the original, or its continuation."""
-        self.attempts += 1
         if self.started is None:
             return self._original
-        self.continuations += 1
         request = pb.GenerateRequest()
         request.CopyFrom(self._original)
         # The server fences what is left of the first call by its id; the seed makes the rest the same.
@@ -125,7 +123,9 @@ class Generation:
         started = Started(message.request_id, message.model, message.seed, message.prompt_tokens)
         if self.started is None:
             self.started = started
-        elif started.seed != self.started.seed:
+            return
+        self.continuations += 1
+        if started.seed != self.started.seed:
             raise RequestError(
                 grpc.StatusCode.DATA_LOSS, "the server continued with another seed: the text would break"
             )
@@ -162,7 +162,7 @@ class Generation:
             delay = 0.0
             if rounds or self._addresses == 1:
                 exponent = min(rounds - (self._addresses > 1), 16)
-                delay = min(FIRST_DELAY * 2.0**exponent, MAX_DELAY) * random.uniform(0.75, 1.25)
+                delay = min(FIRST_DELAY * GROWTH**exponent, MAX_DELAY) * random.uniform(0.75, 1.25)
         now = self._clock()
         if now + delay - self._last_progress > self._retry_for:
             raise error

@@ -11,6 +11,8 @@ A steady step is a few vector operations over the rows; Python work is spent onl
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import numpy.typing as npt
 
@@ -161,6 +163,7 @@ class Planner:
 
     def _admit(self, executor: ExecutorState, alone: Sequence | None, draft: Draft, now: float) -> None:
         """Admissions in queue order, until budget, slots or blocks are spent."""
+        left_to: Counter[bytes] = Counter()
         for sequence in [alone] if alone is not None else executor.model.queue:
             if draft.budget <= 0:
                 sequence.waits_for = "a step with tokens to spare"
@@ -183,7 +186,9 @@ class Planner:
             hits = self._residency.lookup(executor, sequence)
             if alone is None and self._awaits_prefix(executor, sequence, len(hits), now):
                 continue
-            if alone is None and not self._routing.is_best_here(executor, sequence, hits, now):
+            elsewhere = self._routing.better_place(executor, sequence, hits, left_to, now) if alone is None else None
+            if elsewhere is not None:
+                left_to[elsewhere.session] += 1
                 sequence.waits_for = "its turn on a better placed executor"
                 continue
             if not self._make_room(executor, sequence, hits, draft, now):

@@ -23,6 +23,7 @@ class Residency:
     def __init__(self, config: CoreConfig) -> None:
         self._cache_on = config.prefix_cache
         self.preemptions = 0
+        self.prefix_hits = 0  # blocks found at admissions, over all executors
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -67,6 +68,7 @@ class Residency:
         sequence.waits_for = ""
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(computed, sequence.prompt_len)
+        self.prefix_hits += len(hits)
         executor.cache.hits += len(hits)
         executor.cache.lookups += total
         executor.prefilling[slot] = sequence

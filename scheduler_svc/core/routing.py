@@ -7,6 +7,8 @@ executor that hangs.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.prefix_cache import Entry
@@ -37,6 +39,15 @@ class Routing:
             return False
         return not any(self.can_ever_take(other, sequence) for other in executor.model.ready)
 
+    def why_it_waits(self, sequence: Sequence) -> str:
+        """For operators: what a waiting sequence waits for, as far as can be told now."""
+        able = [e for e in sequence.stream.model.executors if self.may_admit(e, sequence)]
+        if not able:
+            return "an executor that can hold and continue it"
+        if all(executor.table.free == 0 for executor in able):
+            return "a slot"
+        return sequence.waits_for
+
     def headroom(self, executor: ExecutorState) -> int:
         """Blocks to leave free at an admission: one for each running sequence, within reason."""
         return min(executor.table.used, executor.pool.total // 16 + 1)
@@ -47,21 +58,25 @@ class Routing:
         needed = self._residency.blocks_needed(executor, sequence, hits)
         return needed + self.headroom(executor) <= executor.pool.available
 
-    def is_best_here(self, here: ExecutorState, sequence: Sequence, hits: list[Entry], now: float) -> bool:
-        """No other executor that can take this sequence now is better placed."""
+    def better_place(
+        self, here: ExecutorState, sequence: Sequence, hits: list[Entry], left_to: Counter[bytes], now: float
+    ) -> ExecutorState | None:
+        """Another executor that can take this sequence now and is better placed. ``left_to`` counts, by session, what
+        this plan has left for others already."""
         others = [e for e in sequence.stream.model.ready if e is not here]
         if not others:
-            return True
-        score = self._score(here, sequence, hits)
+            return None
+        best, best_score = None, self._score(here, sequence, hits, 0)
         for other in others:
             soon = len(other.inflight) < self._depth or now - other.last_answer < _SOON
             if not soon or other.isolated is not None or not self.can_ever_take(other, sequence):
                 continue
             their_hits = self._residency.lookup(other, sequence)
-            if self._score(other, sequence, their_hits) > score and self.has_room(other, sequence, their_hits):
-                return False
-        return True
+            score = self._score(other, sequence, their_hits, left_to[other.session])
+            if score > best_score and self.has_room(other, sequence, their_hits):
+                best, best_score = other, score
+        return best
 
-    def _score(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> tuple[int, int]:
+    def _score(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry], more: int) -> tuple[int, int]:
         filling = self._residency.being_filled(executor, sequence, len(hits)) is not None
-        return len(hits) + filling, -executor.table.used
+        return len(hits) + filling, -(executor.table.used + more)

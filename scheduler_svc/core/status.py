@@ -7,7 +7,8 @@
                  slots{used,total}, blocks{total,free,cached,owned}, prefix{hits,lookups}, settling
     models[]:    name, fingerprint, executors_ready, executors_expected, running, waiting, live_streams
     workers[]:   name, streams, sent, credited, window
-    counters:    tokens, finished, failed, preemptions, epochs_lost, dropped_rows, malformed, stale_results, ...
+    counters:    tokens, finished, failed, preemptions, prefix_hits (blocks), dropped_rows, bad_assets; those that are
+                 not 0 of epochs_lost, stale_results, malformed, unexpected, strangers, refused, rejected, hung
     problems[]:  broken invariants (only when asked for)
     request:     state, waits_for, outputs, preemptions, deaths of each choice (only when asked for)
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.invariants import check_all
+from scheduler_svc.core.sequence import State
 
 if TYPE_CHECKING:
     from scheduler_svc.core.core import Core
@@ -57,6 +59,7 @@ def body(core: Core, now: float, request_id: str, with_invariants: bool) -> dict
             "finished": core.streams.finished,
             "failed": core.streams.failed,
             "preemptions": core.residency.preemptions,
+            "prefix_hits": core.residency.prefix_hits,
             "dropped_rows": core.committer.dropped_rows,
             "bad_assets": core.assets.bad,
             **core.counters,
@@ -104,7 +107,7 @@ def _request(core: Core, request_id: str) -> dict[str, object]:
             {
                 "index": index,
                 "state": sequence.state.name,
-                "waits_for": sequence.waits_for,
+                "waits_for": core.routing.why_it_waits(sequence) if sequence.state is State.WAITING else "",
                 "outputs": sequence.num_outputs,
                 "preemptions": sequence.preemptions,
                 "deaths": sequence.deaths,

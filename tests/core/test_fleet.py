@@ -1,0 +1,224 @@
+"""Executors come, go, drain, are refused; several models; assets by hash."""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import pytest
+
+from protos import front, step
+from tests.core.sim import SimExecutor, model_card, reference
+from tests.core.test_same_tokens import SMALL, assert_reference, requests, submit_all
+from tests.core.world import World, simple_world
+
+
+def refused(executor: SimExecutor) -> str:
+    message = executor.received[-1]
+    assert isinstance(message, step.Refused), message
+    assert message.retry_after > 0
+    return message.reason
+
+
+def test_two_models_are_served_apart() -> None:
+    world = World()
+    world.add_executor(name="a", card=model_card("m"), limits=SMALL)
+    world.add_executor(name="b", card=model_card("n", weights="c"), limits=SMALL)
+    worker = world.add_worker()
+    assert set(worker.models) == {"m", "n"}
+    numbers = {model: [worker.submit([i + 1], 8, model=model) for i in range(6)] for model in ("m", "n")}
+    world.run_all()
+    for model in numbers:
+        for i, number in enumerate(numbers[model]):
+            assert worker.outputs[(number, 0)] == reference([i + 1], 8)
+
+
+def test_conflicting_executors_are_refused_by_name() -> None:
+    world, _ = simple_world()
+    for card, limits, word in [
+        (model_card(weights="d"), step.Limits(64, 4, 16, 64), "weights"),
+        (model_card(), step.Limits(64, 8, 16, 64), "blocks of 4 tokens"),
+    ]:
+        session, executor = world.add_executor(name="x", instance=5, card=card, limits=limits)
+        assert word in refused(executor)
+        assert session not in world.core.fleet.sessions
+        del world.executors[session]
+    future = SimExecutor(name="y")
+    world.executors[b"y"] = future
+    world.from_executor(b"y", msgspec.structs.replace(future.hello(), versions=(9, 8)))
+    assert "versions" in refused(future)
+    del world.executors[b"y"]
+
+
+def test_other_weights_may_follow_when_nobody_is_left() -> None:
+    world, worker = simple_world()
+    (session,) = world.executors
+    world.kill_executor(session)
+    _, executor = world.add_executor(name="new", instance=9, card=model_card(weights="d"))
+    assert isinstance(executor.received[-1], step.Welcome)
+    assert worker.models["m"].fingerprint == "d" * 64
+
+
+def test_a_newer_session_of_the_same_process_replaces_the_older() -> None:
+    world, worker = simple_world(limits=SMALL)
+    submit_all(world, worker, requests(8))
+    ((old, executor),) = world.executors.items()
+    for _ in range(3):
+        world.run(old)
+    del world.executors[old]
+    world.add_executor(executor)
+    assert len(world.core.fleet.sessions) == 1
+    world.run_all()
+    assert_reference(worker)
+    assert all(s.deaths == 0 for e in world.core.fleet.models.values() for s in e.queue)
+
+
+def test_a_second_hello_on_a_session_starts_a_new_epoch() -> None:
+    world, worker = simple_world(limits=SMALL)
+    submit_all(world, worker, requests(8))
+    ((session, executor),) = world.executors.items()
+    for _ in range(3):
+        world.run(session)
+    world.from_executor(session, executor.hello())
+    world.run_all()
+    assert_reference(worker)
+
+
+def test_draining_moves_its_sequences_to_an_equal_executor() -> None:
+    world, worker = simple_world(2, limits=SMALL)
+    submit_all(world, worker, requests(16))
+    first, second = world.executors
+    for _ in range(6):
+        world.run(first)
+        world.run(second)
+    world.from_executor(first, step.Draining())
+    while world.run(first):
+        pass
+    assert isinstance(world.executors[first].received[-1], step.Drain)
+    world.from_executor(first, step.Goodbye("drained"))
+    del world.executors[first]
+    assert worker.models["m"].executors_ready == 1
+    assert worker.models["m"].executors_expected == 0
+    world.run_all()
+    assert_reference(worker)
+
+
+def test_the_last_executor_finishes_what_runs_before_it_leaves() -> None:
+    world, worker = simple_world(limits=SMALL, kv_blocks_limit=17)
+    submit_all(world, worker, requests(10))
+    ((session, executor),) = world.executors.items()
+    for _ in range(6):
+        world.run(session)
+    (state,) = world.core.fleet.sessions.values()
+    begun = {s.stream.number for s in state.residents()}
+    begun |= {s.stream.number for s in state.settling.values()}
+    begun |= {s.stream.number for s in state.model.queue if s.cached_tokens >= 0}
+    world.from_executor(session, step.Draining())
+    assert not any(isinstance(m, step.Drain) for m in executor.received)
+    while world.run(session):
+        pass
+    assert isinstance(executor.received[-1], step.Drain)
+    assert all((number, 0) in worker.ends for number in begun)
+    waiting = set(worker.open)
+    world.from_executor(session, step.Goodbye("drained"))
+    del world.executors[session]
+    world.add_executor(name="next", instance=77, limits=SMALL)
+    world.run_all()
+    assert waiting
+    assert_reference(worker)
+
+
+def test_requests_go_where_their_prefix_is() -> None:
+    world, worker = simple_world(2)
+    prefix = list(range(1, 33))
+    worker.submit([*prefix, 40], 3)
+    world.run_all()
+    (home,) = (s for s, executor in world.executors.items() if executor.rows)
+    for i in range(5):
+        worker.submit([*prefix, 50 + i], 3)
+        world.run_all()
+    assert all(executor.rows == 0 for session, executor in world.executors.items() if session != home)
+    ends = [worker.ends[(number, 0)] for number in list(worker.submits)[1:]]
+    assert [end.cached_tokens for end in ends] == [32] * 5  # type: ignore[union-attr]
+
+
+def test_without_a_prefix_load_is_spread() -> None:
+    world, worker = simple_world(2)
+    submit_all(world, worker, [([i + 1] * 3, 30, i) for i in range(16)])
+    assert sorted(e.table.used for e in world.core.fleet.sessions.values()) == [8, 8]
+    world.run_all()
+    assert_reference(worker)
+
+
+def test_nobody_waits_for_an_executor_that_hangs() -> None:
+    world, worker = simple_world(2, limits=step.Limits(64, 4, 2, 64))
+    first, second = world.executors
+    submit_all(world, worker, [([i + 1] * 3, 30, i) for i in range(2)])
+    for _ in range(3):
+        world.run(second)
+    world.now += 1.0  # the first one does not answer
+    for i in range(3):
+        worker.submit([i + 9], 3)
+    for _ in range(60):
+        world.run(second)
+    assert all((number, 0) in worker.ends for number in list(worker.submits)[2:])
+    del first
+    world.run_all()
+
+
+@pytest.mark.parametrize("size", [0, 1, 1000, 600_000])
+def test_assets_are_fetched_by_hash_verified_and_served(size: int) -> None:
+    data = bytes(i % 251 for i in range(size))
+    sha256 = hashlib.sha256(data).hexdigest()
+    card = msgspec.structs.replace(model_card(), assets=(step.Asset("tokenizer.json", sha256, size),))
+    world = World(asset_chunk=4096 if size < 100_000 else 256 * 1024)
+    worker = world.add_worker()
+    session, _ = world.add_executor(card=card, assets={sha256: data})
+    world.kill_executor(session)  # what was fetched stays
+    got = bytearray()
+    while True:
+        worker.messages.clear()
+        worker.send(front.FetchAsset(sha256, len(got), 100_000))
+        (chunk,) = (m for m in worker.messages if isinstance(m, front.AssetChunk))
+        assert (chunk.total, chunk.offset) == (size, len(got))
+        got += chunk.data
+        if len(got) == size:
+            break
+    assert bytes(got) == data
+
+
+def test_an_asset_that_does_not_hash_to_its_name_is_not_served() -> None:
+    sha256 = hashlib.sha256(b"right").hexdigest()
+    card = msgspec.structs.replace(model_card(), assets=(step.Asset("tokenizer.json", sha256, 5),))
+    world = World()
+    worker = world.add_worker()
+    world.add_executor(name="liar", card=card, assets={sha256: b"wrong"})
+    worker.send(front.FetchAsset(sha256, 0, 100))
+    chunk = worker.messages[-1]
+    assert isinstance(chunk, front.AssetChunk)
+    assert (chunk.total, chunk.data) == (0, b"")
+    world.add_executor(name="honest", instance=2, card=card, assets={sha256: b"right"})
+    worker.send(front.FetchAsset(sha256, 0, 100))
+    chunk = worker.messages[-1]
+    assert isinstance(chunk, front.AssetChunk)
+    assert chunk.data == b"right"
+
+
+def test_unknown_assets_are_answered() -> None:
+    _, worker = simple_world()
+    worker.send(front.FetchAsset("e" * 64, 0, 100))
+    chunk = worker.messages[-1]
+    assert isinstance(chunk, front.AssetChunk)
+    assert chunk.total == 0
+
+
+def test_an_executor_that_vanished_is_expected_back_for_a_while() -> None:
+    world, worker = simple_world(expect_executor_for=50.0, forget_model_after=100.0)
+    (session,) = world.executors
+    world.kill_executor(session)
+    assert (worker.models["m"].executors_ready, worker.models["m"].executors_expected) == (0, 1)
+    assert worker.models["m"].max_sequence_tokens == 256
+    world.tick(52.0)
+    assert worker.models["m"].executors_expected == 0
+    world.tick(60.0)
+    assert "m" not in worker.models

@@ -102,19 +102,17 @@ class Planner:
                 return rows
             runnable = table.phase == PREFILL
             runnable[rows] = True
-            alone = executor.isolated
-            candidates = [s for s in policy.victims(executor, runnable, set(), forced=False) if s is not alone]
-            if candidates:
-                victim = candidates[0]
-            elif len(lacking) < len(rows) or executor.inflight:
-                # Something moves without them: they wait for what it frees.
-                return rows[table.planned_length[rows] <= table.capacity[rows]]
-            else:
+            others = [s for s in executor.residents() if s is not executor.isolated]
+            victim = policy.victim(executor, others, runnable, forced=False)
+            if victim is None:
+                if len(lacking) < len(rows) or executor.inflight:
+                    # Something moves without them: they wait for what it frees.
+                    return rows[table.planned_length[rows] <= table.capacity[rows]]
                 # Nothing moves: all but the first in order give way, which fits alone (door.py).
-                forced = [s for s in policy.victims(executor, runnable, set(), forced=True) if s is not alone]
-                if len(forced) < (2 if alone is None else 1):
+                if len(executor.residents()) > 1:
+                    victim = policy.victim(executor, others, runnable, forced=True)
+                if victim is None:
                     return rows[:0]
-                victim = forced[0]
             gone = victim.slot
             self._residency.preempt(executor, victim, now)
             rows = rows[rows != gone]
@@ -163,6 +161,9 @@ class Planner:
 
     def _admit(self, executor: ExecutorState, alone: Sequence | None, draft: Draft, now: float) -> None:
         """Admissions in queue order, until budget, slots or blocks are spent."""
+        full = executor.table.free == 0 or executor.pool.available == 0
+        if full and alone is None and not self._idle(executor, draft, self._may_run(executor, draft)):
+            return  # the common case under load, for nothing
         left_to: Counter[bytes] = Counter()
         for sequence in [alone] if alone is not None else executor.model.queue:
             if draft.budget <= 0:
@@ -225,14 +226,16 @@ class Planner:
             if table.free and needed + headroom <= pool.available:
                 return True
             sequence.waits_for = "blocks" if table.free else "a slot"
-            spare = set(draft.admitted) | {slot for slot, _, _ in draft.prefill} | set(draft.decode.tolist())
             runnable = self._may_run(executor, draft)
-            candidates = policy.victims(executor, runnable, spare, forced=alone)
-            if not alone:
-                candidates = [s for s in candidates if not runnable[s.slot] and _is_settled(executor, s)]
-            if not candidates:
+            if alone:
+                spare = {slot for slot, _, _ in draft.prefill} | set(draft.decode.tolist())
+                candidates = [s for s in executor.residents() if s.slot not in spare]
+            else:
+                candidates = self._idle(executor, draft, runnable)
+            victim = policy.victim(executor, candidates, runnable, forced=alone)
+            if victim is None:
                 return False
-            self._residency.preempt(executor, candidates[0], now)
+            self._residency.preempt(executor, victim, now)
             hits[:] = self._residency.lookup(executor, sequence)
 
     def _may_run(self, executor: ExecutorState, draft: Draft) -> npt.NDArray[np.bool_]:
@@ -244,6 +247,15 @@ class Planner:
                 runnable &= table.worker != index
         runnable[draft.decode] = True
         return runnable
+
+    def _idle(self, executor: ExecutorState, draft: Draft, runnable: npt.NDArray[np.bool_]) -> list[Sequence]:
+        """Residents that may not run anyway (no credit, no acknowledgement), with no token in flight."""
+        table = executor.table
+        occupied = table.live_generation >= 0
+        idle = np.flatnonzero(occupied & ~runnable & (table.planned_length == table.length))
+        taken = {slot for slot, _, _ in draft.prefill}
+        found = (table.sequences[slot] for slot in idle.tolist() if slot not in taken)
+        return [sequence for sequence in found if sequence is not None]
 
     def _ran_ahead(self, sequence: Sequence) -> bool:
         """It has run as far as its worker's acknowledgement allows."""
@@ -324,8 +336,3 @@ def _has_mates(record: PlanRecord, alone: Sequence) -> bool:
     rows = list(zip(record.slots.tolist(), record.generations.tolist(), strict=True))
     rows += [(slot, generation) for slot, generation, _ in record.prefill]
     return any(row != (alone.slot, alone.generation) for row in rows)
-
-
-def _is_settled(executor: ExecutorState, sequence: Sequence) -> bool:
-    """No token of it is in flight."""
-    return bool(executor.table.planned_length[sequence.slot] == executor.table.length[sequence.slot])

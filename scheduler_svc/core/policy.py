@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -77,20 +79,14 @@ def _unanswered_of(index: int, executors: list[ExecutorState]) -> int:
     return total
 
 
-def victims(executor: ExecutorState, runnable: npt.NDArray[np.bool_], spare: set[int], forced: bool) -> list[Sequence]:
-    """Sequences that may be preempted, the best victim first.
-
-    ``runnable`` marks the slots that could have a row in this plan; slots in ``spare`` were admitted by it. ``forced``:
-    nothing else helps, so lack of progress is no excuse.
-    """
-    found: list[tuple[tuple[bool, int, float, int], Sequence]] = []
-    for sequence in executor.residents():
-        slot = sequence.slot
-        if slot in spare or executor.pool.yields(executor.table.blocks[slot]) == 0:
-            continue
-        if not forced and sequence.num_outputs <= sequence.mark_at_preemption:
-            continue
-        idle = not runnable[slot]
-        found.append(((idle, sequence.priority, sequence.arrival, sequence.order), sequence))
-    found.sort(key=lambda item: item[0], reverse=True)
-    return [sequence for _, sequence in found]
+def victim(
+    executor: ExecutorState, candidates: Iterable[Sequence], runnable: npt.NDArray[np.bool_], forced: bool
+) -> Sequence | None:
+    """The candidate that matters least of those whose preemption frees blocks; ``runnable`` marks the slots that could
+    have a row in this plan. ``forced``: nothing else helps, so lack of progress is no excuse."""
+    ranked = sorted(
+        (s for s in candidates if forced or s.num_outputs > s.mark_at_preemption),
+        key=lambda s: (not runnable[s.slot], s.priority, s.arrival, s.order),
+        reverse=True,
+    )
+    return next((s for s in ranked if executor.pool.yields(executor.table.blocks[s.slot])), None)

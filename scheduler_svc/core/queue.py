@@ -24,7 +24,8 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """A snapshot in order: entries may be removed while it runs."""
-        return iter([sequence for _, sequence in self._entries])
+        for _, sequence in self._entries.copy():
+            yield sequence
 
     def key(self, sequence: Sequence) -> tuple[int, float, int]:
         return (0 if sequence.continued else 1, sequence.arrival + sequence.priority * self._ageing, sequence.order)

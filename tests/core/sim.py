@@ -95,6 +95,7 @@ class SimExecutor:
     def __post_init__(self) -> None:
         self.queue: deque[_Queued] = deque()
         self.epoch: Epoch | None = None
+        self.lost = False  # the epoch is over here; plans are skipped until the next Welcome
         self.answered = 0
         self.received: list[step.ToExecutor] = []  # everything but plans
         self.plans: list[step.StepPlan] = []  # executed, all epochs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def expected_outputs(submit: front.Submit, choice: int) -> list[int]:
     return reference(prompt, submit.max_tokens, seed=submit.sampling.seed, choice=choice, ignore_eos=submit.ignore_eos)
 
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "depth-1": {"depth": 1},
     "depth-3": {"depth": 3},
@@ -72,7 +73,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("count", [1, 20])
-def test_every_schedule_gives_the_same_tokens(config: dict[str, object], count: int) -> None:
+def test_every_schedule_gives_the_same_tokens(config: dict[str, Any], count: int) -> None:
     world, worker = simple_world(limits=SMALL, **config)
     submit_all(world, worker, requests(count))
     world.run_all()

@@ -292,8 +292,8 @@ def simple_world(executors: int = 1, limits: step.Limits | None = None, **config
     """A world of some executors of one model, and one worker with plenty of credit."""
     world = World(**config)
     for i in range(executors):
-        fields: dict[str, object] = {"name": f"e{i}", "instance": i + 1, "card": model_card()}
+        executor = SimExecutor(f"e{i}", i + 1, model_card())
         if limits is not None:
-            fields["limits"] = limits
-        world.add_executor(**fields)
+            executor.limits = limits
+        world.add_executor(executor)
     return world, world.add_worker()

@@ -76,6 +76,7 @@ class CoreLink:
         self._on_change = on_change
         self._socket: zmq.asyncio.Socket | None = None  # of the session, once attached
         self._leaving = False
+        self._was_up = False  # in the last session
         self._number = 0
         self._streams: dict[int, Stream] = {}  # submitted in this session, by number
         self._fingerprints: dict[str, str] = {}  # of this session's models
@@ -155,7 +156,9 @@ class CoreLink:
             try:
                 await self._session()
             except SessionOver as over:
-                log.warning("core link lost", extra={"reason": str(over), "streams": len(self.open)})
+                level = logging.WARNING if self._was_up else logging.DEBUG  # no core yet: nothing was lost
+                log.log(level, "core link lost", extra={"reason": str(over), "streams": len(self.open)})
+                self._was_up = False
             await asyncio.sleep(self.config.pause)
 
     async def _session(self) -> None:
@@ -209,8 +212,12 @@ class CoreLink:
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         plain: zmq.Socket = zmq.Socket.shadow(socket.underlying)
+        attach_by = time.monotonic() + self.config.silence
         while True:
-            if not await socket.poll(int(self.config.silence * 1000)):
+            patience = self.config.silence
+            if self._socket is None:  # pings do not count before the Attach is answered
+                patience = attach_by - time.monotonic()
+            if patience <= 0 or not await socket.poll(int(patience * 1000) + 1):
                 raise SessionOver(f"silent for {self.config.silence:g} s")
             touched: set[Stream] = set()
             for _ in range(self.config.batch):
@@ -273,6 +280,7 @@ class CoreLink:
         self._received = self._credited = 0
         self._session_began = time.monotonic()
         self.down_since = None
+        self._was_up = True
         log.info("attached to the core", extra={"core": f"{message.incarnation:016x}", "streams": len(self.open)})
         self._on_change()
 

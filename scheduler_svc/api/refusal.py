@@ -43,7 +43,7 @@ class Refusal(Exception):
     def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
         """``grpc-status-details-bin`` (google.rpc.Status); where a retry makes sense ``grpc-retry-pushback-ms`` too."""
         status = status_pb2.Status(code=self.status.value[0], message=self.message)
-        if self.field:
+        if self.field and self.code == front.INVALID_ARGUMENT:
             violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
             status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
         if self.retry_after <= 0:

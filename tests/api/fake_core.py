@@ -173,6 +173,8 @@ class FakeCore:
                 await self.step(self.per_row)
                 await asyncio.sleep(0.001)
                 continue
+            if not await self._socket.poll(10):
+                continue  # `auto` may have been set meanwhile
             peer, *frames = await self._socket.recv_multipart()
             await self._handle(peer, _decoder.decode(frames[0]))
             async with self._changed:

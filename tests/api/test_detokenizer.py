@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,12 +31,14 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
         lambda t: tokenizer.encode(t, add_special_tokens=False).ids
     )
     special = st.integers(0, 2).map(lambda i: [i])
-    return st.lists(st.one_of(anything, text, emoji, special), max_size=12).map(lambda parts: sum(parts, []))
+    return st.lists(st.one_of(anything, text, emoji, special), max_size=12).map(
+        lambda parts: list(chain.from_iterable(parts))
+    )
 
 
 def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
     bounds = [0, *sorted({min(c, len(ids)) for c in cuts}), len(ids)]
-    return [ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [ids[a:b] for a, b in pairwise(bounds)]
 
 
 def released(table: PieceTable, steps: list[list[int]], starts_text: bool = True) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +79,7 @@ def test_cut_into_steps_makes_no_difference(text: str, stops: list[str], cuts: l
     whole.push(ids)
     bounds = [0, *sorted({min(c, len(ids)) for c in cuts}), len(ids)]
     stepped = output(tuple(stops))
-    for a, b in zip(bounds, bounds[1:], strict=False):
+    for a, b in pairwise(bounds):
         stepped.push(ids[a:b])
     assert stepped.ids == whole.ids
     assert stepped.end == whole.end

@@ -8,15 +8,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog. STOP here, stop there; user: hello, assistant: hi!",
-    "caf\u00e9 na\u00efve \u4f60\u597d\u4e16\u754c \u0442\u0435\u043a\u0441\u0442 \U0001f600\U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "café naïve 你好世界 текст \U0001f600\U0001f680\U0001f468\u200d\U0001f469\u200d\U0001f467",
     "0 1 2 3 4 5 6 7 8 9 10 11 12 the end of the story and the end of the text",
 ]
+LONG = "L" * 2000
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @cache
 def byte_level() -> Tokenizer:
-    """Byte-level BPE. Ids 0, 1, 2 are SPECIALS."""
+    """Byte-level BPE. Ids 0, 1, 2 are SPECIALS, the last is LONG."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -27,7 +28,7 @@ def byte_level() -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    tokenizer.add_tokens([AddedToken("<tool \u00e9>", special=False)])
+    tokenizer.add_tokens([AddedToken("<tool \u00e9>", special=False), AddedToken(LONG, special=False)])
     return tokenizer
 
 

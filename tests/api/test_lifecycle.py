@@ -1,0 +1,358 @@
+"""Ends that are nobody's plan: cancel, deadline, a client that does not read, a core that dies; health; shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+import zmq.asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import front
+from protos.stepwire.v1 import inference_pb2 as pb
+from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
+from protos.wire import pack_int32, unpack_int32
+from scheduler_svc.api.service import ServiceConfig
+from tests.api.fake_core import FakeCore, model_state
+from tests.api.rig import ANSWER_IDS, answer_token, decoded, rig, run_async, text_request
+from tests.api.vocabularies import LONG, byte_level
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+async def eventually(condition: Callable[[], object]) -> None:
+    """What has no event of its own, looked at once every turn of the loop; rig's bound holds."""
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def until_error(call: Any) -> AsyncIterator[pb.GenerateStreamResponse]:
+    """The messages of a call that was read from before, whatever its end."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while (message := await call.read()) is not grpc.aio.EOF:
+            yield message
+
+
+@pytest.mark.parametrize("unary", [False, True])
+@run_async
+async def test_cancel_reaches_the_core(unary: bool) -> None:
+    async with rig() as r:
+        r.core.auto = False
+        call = (r.stub.Generate if unary else r.stub.GenerateStream)(text_request())
+        waiting = asyncio.ensure_future(call if unary else call.read())
+        await r.core.until(lambda: r.core.runs)
+        await r.core.step()
+        call.cancel()
+        await r.core.until(lambda: r.core.got(front.Cancel))
+        assert not r.core.runs
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+@run_async
+async def test_deadline_is_told_and_kept() -> None:
+    async with rig() as r:
+        r.core.auto = False
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await r.stream(text_request(), timeout=0.3)
+        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await r.core.until(lambda: r.core.got(front.Cancel))
+        (submit,) = r.core.got(front.Submit)
+        assert 0.0 < submit.deadline - submit.arrival < 0.35
+        no_deadline = r.stub.GenerateStream(text_request())
+        await no_deadline.read()
+        assert r.core.got(front.Submit)[-1].deadline == 0.0
+        no_deadline.cancel()
+        await r.core.until(lambda: len(r.core.got(front.Cancel)) == 2)
+
+
+@run_async
+async def test_client_that_does_not_read_is_given_up() -> None:
+    """Its window full, a write waits; other streams go on, and after the bound the stream ends."""
+    service = ServiceConfig(slow_seconds=0.4, slow_tokens=20)
+    async with rig(service=service) as r:
+        await r.core.announce(model_state(context_length=2**20, max_sequence_tokens=2**20))
+        await eventually(lambda: r.server.models.announced()[0].state.context_length == 2**20)
+        r.core.auto = False
+        other = grpc.aio.insecure_channel(f"127.0.0.1:{r.server.port}")
+        slow = pb_grpc.InferenceStub(other).GenerateStream(text_request(stopping=pb.Stopping()))
+        await slow.read()
+        number = next(iter(r.core.runs))[0]
+        (stream,) = r.server.link.open
+        # Long pieces of text, so that flow control stops the stream after some megabytes.
+        ids = [byte_level().token_to_id(LONG)] * 100
+        while stream in r.server.link.open:
+            if stream.unread < 1000:
+                await r.core.send(front.Tokens(pack_int32([number] * len(ids)), pack_int32(ids)))
+            await asyncio.sleep(0.002)
+        await r.core.until(lambda: r.core.got(front.Cancel))
+        assert not r.core.runs
+        # Whoever reads after all gets what was written, and then the reason.
+        assert len([message async for message in until_error(slow)]) > 1
+        assert await slow.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        r.core.auto = True
+        assert (await r.stream(text_request())).ids[0] == ANSWER_IDS[:12]
+        await other.close()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@run_async
+async def test_core_restart_loses_and_repeats_nothing(stops: bool) -> None:
+    stopping = pb.Stopping(max_tokens=30, stop=["never there"] if stops else [])
+    async with rig() as r:
+        r.core.auto = False
+        request = text_request(sampling=pb.Sampling(temperature=1.0, n=2), stopping=stopping, request_id="same")
+        stream = asyncio.create_task(r.stream(request))
+        whole = asyncio.ensure_future(r.stub.Generate(text_request(stopping=stopping)))
+        await r.core.until(lambda: len(r.core.runs) == 3)
+        seed = r.core.got(front.Submit)[0].sampling.seed
+        for count in (1, 4, 2):
+            await r.core.step(per_row=count)
+            old = {run.submit.request_id: list(run.outputs) for run in r.core.runs.values() if run.choice == 0}
+            await eventually(lambda: r.server.link._received == r.core.sent_tokens)
+            await r.restart_core()
+            r.core.auto = False
+            await r.core.until(lambda: len(r.core.runs) == 3)
+            submits = {submit.request_id: submit for submit in r.core.got(front.Submit)}
+            assert all(submit.continuation for submit in submits.values())
+            assert submits["same"].sampling.seed == seed
+            assert unpack_int32(submits["same"].choices[0].outputs).tolist() == old["same"]
+        r.core.auto = True
+        answer = await stream
+        assert answer.ids == {0: ANSWER_IDS[:30], 1: ANSWER_IDS[1:31]}
+        assert answer.text == {c: decoded(answer.ids[c]) for c in (0, 1)}
+        assert answer.usage.completion_tokens == 60
+        assert list((await whole).choices[0].token_ids) == ANSWER_IDS[:30]
+
+
+@run_async
+async def test_core_that_forgot_this_worker() -> None:
+    async with rig() as r:
+        r.core.auto = False
+        stream = asyncio.create_task(r.stream(text_request()))
+        await r.core.until(lambda: r.core.runs)
+        await r.core.step(per_row=5)
+        await eventually(lambda: r.server.link._received == 5)
+        r.core.runs.clear()
+        r.core.known = False  # the next Attach is answered with Reattach too
+        await r.core.send(front.Reattach())
+        await r.core.until(lambda: r.core.runs)
+        r.core.auto = True
+        assert (await stream).ids[0] == ANSWER_IDS[:12]
+        assert len(r.core.got(front.Attach)) == 3
+
+
+@run_async
+async def test_silent_core_counts_as_gone() -> None:
+    async with rig(link={"silence": 0.6}) as r:
+        r.core.auto = False
+        stream = asyncio.create_task(r.stream(text_request()))
+        await r.core.until(lambda: r.core.runs)
+        r.core.silent = True
+        await r.core.until(lambda: len(r.core.got(front.Attach)) > 1)
+        r.core.runs.clear()
+        r.core.silent = False
+        r.core.auto = True
+        assert (await stream).ids[0] == ANSWER_IDS[:12]
+
+
+@run_async
+async def test_core_away_for_too_long() -> None:
+    async with rig(link={"down_limit": 0.3}) as r:
+        r.core.auto = False
+        call = r.stub.GenerateStream(text_request())
+        await call.read()
+        await r.core.die()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "core" in caught.value.details()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await r.stream(text_request())
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert not r.server.health.serving
+
+
+@run_async
+async def test_model_back_with_other_weights_ends_its_streams() -> None:
+    async with rig() as r:
+        r.core.auto = False
+        call = r.stub.GenerateStream(text_request())
+        await call.read()
+        await r.core.announce(model_state(fingerprint="e" * 64))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() == grpc.StatusCode.ABORTED
+        await r.core.until(lambda: not r.core.runs)
+        r.core.auto = True
+        assert (await r.stream(text_request())).ids[0] == ANSWER_IDS[:12]
+
+
+@run_async
+async def test_streams_wait_for_their_model_after_a_restart() -> None:
+    async with rig() as r:
+        r.core.auto = False
+        stream = asyncio.create_task(r.stream(text_request()))
+        await r.core.until(lambda: r.core.runs)
+        models = r.core.models
+        r.core.models = ()
+        await r.restart_core()
+        await r.core.until(lambda: r.core.got(front.Attach))
+        new = asyncio.create_task(r.stream(text_request("a new one")))
+        await eventually(lambda: len(r.server.link.open) == 2)
+        assert not r.core.got(front.Submit)
+        r.core.auto = True
+        await r.core.announce(*models)
+        assert (await stream).ids[0] == ANSWER_IDS[:12]
+        assert (await new).ids[0] == ANSWER_IDS[:12]
+
+
+@run_async
+async def test_stop_found_while_the_core_dies_still_ends() -> None:
+    async with rig() as r:
+        r.core.auto = False
+        stream = asyncio.create_task(r.stream(text_request(stopping=pb.Stopping(max_tokens=99, stop=["caf"]))))
+        await r.core.until(lambda: r.core.runs)
+        core = r.core
+        handle = core._handle
+
+        async def deaf(peer: bytes, message: front.ToCore) -> None:
+            if not isinstance(message, front.Stop):
+                await handle(peer, message)
+            core.received.append(message)
+
+        core._handle = deaf  # type: ignore[method-assign]
+        await core.step(per_row=20)
+        await core.until(lambda: core.got(front.Stop))
+        await r.restart_core()
+        answer = await stream
+        assert answer.finish[0].stop == "caf"
+        assert answer.usage.completion_tokens == len(answer.ids[0])
+
+
+@run_async
+async def test_damaged_frames_are_dropped() -> None:
+    async with rig() as r:
+        r.core.auto = False
+        stream = asyncio.create_task(r.stream(text_request()))
+        await r.core.until(lambda: r.core.runs)
+        (key,) = r.core.runs
+        peer, socket = r.core._peer, r.core._socket
+        assert peer is not None
+        await socket.send_multipart([peer, b"\xff\x00garbage"])
+        await socket.send_multipart([peer, b"a", b"b"])
+        one = (key[0]).to_bytes(4, "little")
+        await r.core.send(front.Tokens(one, b"\1\0\0"))
+        await r.core.send(front.Tokens(one, b"\1\0\0\0" * 2))
+        await r.core.send(front.Tokens(one, b"\xff\xff\xff\xff"))
+        await r.core.send(front.Tokens(one, b"\1\0\0\0", b"\0", b"\2"))
+        await r.core.send(front.Finished(999, 0, front.LENGTH, 1, 0))
+        await r.core.send(front.Tokens((77).to_bytes(4, "little"), b"\1\0\0\0"))
+        r.core.auto = True
+        await r.core.send(front.Ping(r.core.incarnation))
+        r.core.auto = True
+        await r.core._socket.send_multipart([peer, b"\xc1"])
+        await r.core.step()
+        assert (await stream).ids[0] == ANSWER_IDS[:12]
+        assert r.server.link.dropped_frames >= 6
+
+
+@run_async
+async def test_health_follows_the_fleet() -> None:
+    async with rig() as r:
+        health = health_pb2_grpc.HealthStub(r.channel)
+        request = health_pb2.HealthCheckRequest(service="stepwire.v1.Inference")
+        watches = [health.Watch(request) for _ in range(2)]
+        unknown = health.Watch(health_pb2.HealthCheckRequest(service="other"))
+        assert (await unknown.read()).status == UNKNOWN
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await health.Check(health_pb2.HealthCheckRequest(service="other"))
+        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
+        for watch in watches:
+            assert (await watch.read()).status == SERVING
+        watches.pop(0).cancel()  # one watcher's leaving is not another's concern
+        await r.core.announce(model_state(executors_ready=0))
+        assert (await watches[0].read()).status == NOT_SERVING
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+        await r.core.announce(model_state())
+        assert (await watches[0].read()).status == SERVING
+        await r.core.die()
+        assert (await watches[0].read()).status == NOT_SERVING
+        unknown.cancel()
+
+
+@run_async
+async def test_request_before_any_model_waits_bounded() -> None:
+    async with rig(ready=False, service=ServiceConfig(model_patience=0.2)) as r:
+        r.core.models = ()
+        r.core.known = False
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await r.stream(text_request())
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert "grpc-retry-pushback-ms" in dict(tuple(caught.value.trailing_metadata()))
+
+
+@run_async
+async def test_corrupt_files_are_fetched_again() -> None:
+    async with rig(ready=False) as r:
+        good = dict(r.core.files)
+        r.core.files["tokenizer.json"] = good["tokenizer.json"][:-1] + b"?"
+        waiting = asyncio.create_task(r.stream(text_request()))
+        await r.core.until(lambda: len(r.core.got(front.FetchAsset)) >= len(good))
+        r.core.files = good
+        assert (await waiting).ids[0] == ANSWER_IDS[:12]
+
+
+@run_async
+async def test_process_serves_and_drains_on_sigterm() -> None:
+    """The real process: ready, streams, refuses nothing in its grace, ends the open stream, detaches, exits 0."""
+    with tempfile.TemporaryDirectory(prefix="sw-") as folder:
+        context = zmq.asyncio.Context()
+        core = FakeCore(context, f"ipc://{folder}/front", answer_token)
+        core.auto = False
+        target = f"unix:{folder}/api"
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "scheduler_svc.api", "--front", f"ipc://{folder}/front", "--listen", target),
+            *("--worker-name", "w7", "--leave-grace", "0.2", "--log-format", "json"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        channel = grpc.aio.insecure_channel(target)
+        try:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            while (await watch.read()).status != SERVING:
+                pass
+            stub = pb_grpc.InferenceStub(channel)
+            call = stub.GenerateStream(text_request())
+            assert (await call.read()).HasField("started")
+            await core.step()
+            os.kill(process.pid, signal.SIGTERM)
+            assert (await watch.read()).status == NOT_SERVING
+            late = stub.GenerateStream(text_request())
+            assert (await late.read()).HasField("started")
+            assert await watch.read() is grpc.aio.EOF  # the grace is over
+            core.auto = True
+            await core.step()
+            ids = {}
+            for name, stream in (("first", call), ("late", late)):
+                async for message in until_error(stream):
+                    ids.setdefault(name, []).extend(i for delta in message.choices for i in delta.token_ids)
+            assert ids == {"first": ANSWER_IDS[:12], "late": ANSWER_IDS[:12]}
+            assert await asyncio.wait_for(process.wait(), 10) == 0
+            await core.until(lambda: core.got(front.Detach))
+            assert core.got(front.Detach)[0].worker == "w7"
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+            await channel.close()
+            await core.die()
+            context.term()

@@ -16,7 +16,7 @@ RUN --mount=type=bind,target=/source \
 WORKDIR /app
 # numba keeps what it compiled here: the root file system may be read-only.
 ENV NUMBA_CACHE_DIR=/tmp/numba
-RUN useradd --system --uid 10002 --no-create-home stepwire && mkdir /models && chown stepwire /models
+RUN useradd --uid 10002 --no-create-home --shell /usr/sbin/nologin stepwire && mkdir /models && chown stepwire /models
 USER stepwire
 VOLUME /models
 ENTRYPOINT ["python", "-m", "executor_svc"]

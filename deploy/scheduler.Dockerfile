@@ -14,7 +14,7 @@ RUN --mount=type=bind,target=/source \
     cp -r /source/. . && pip install --no-deps --force-reinstall -c constraints.txt . \
     && mkdir -p /app/deploy && cp deploy/*.py /app/deploy && rm -rf /build/*
 WORKDIR /app
-RUN useradd --system --uid 10001 --no-create-home stepwire
+RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin stepwire
 USER stepwire
 EXPOSE 50051 5600
 # NOT_SERVING (so "unhealthy") until an executor has brought a model.

@@ -11,7 +11,7 @@ from executor_svc.backends.cpu.native import layout as at
 from executor_svc.backends.cpu.native.attention import scratch_floats
 from executor_svc.backends.cpu.native.compile import load_forward
 from executor_svc.backends.cpu.native.gemm import BYTES
-from executor_svc.backends.cpu.native.team import Team
+from executor_svc.backends.cpu.native.team import Context, Team
 from executor_svc.backends.cpu.native.vector import LANES
 from executor_svc.metadata import StepMetadata
 from executor_svc.models.base import ModelFacts
@@ -40,8 +40,6 @@ class NativeDecoder:
         self.config = config
         self.facts = facts
         self._embedding = embedding
-        self._team = Team(threads)
-        self._forward = load_forward(weights)
         self._floats = np.array([config.rms_norm_eps, 1.0 / config.hidden_size, config.head_dim**-0.5], np.float32)
         self._layers = np.zeros((config.num_layers, at.LAYER_SIZE), np.int64)
         for row, tensors in zip(self._layers, layers, strict=True):
@@ -61,13 +59,14 @@ class NativeDecoder:
         self._kept = [rope, final_norm, head, *(tensor for tensors in layers for tensor in tensors)]
         self._caches: list[torch.Tensor] = []
         self._num_slots = 0
-        phases = at.PHASES_PER_LAYER * config.num_layers + at.EXTRA_PHASES
-        self._counters = np.zeros((phases + 1) * at.COUNTER_BYTES // 8, np.int64)
+        self._phases = at.PHASES * (config.num_layers - 1) + at.LAST_LAYER_PHASES
+        counter_size = (len(self._phases) + 1) * at.COUNTER_BYTES // 8
+        self._team = Team(load_forward(weights), threads, at.STEP_SIZE, counter_size)
+        self._last: Context | None = None
         scratch_bytes = -(-scratch_floats(config.head_dim) * 4 // 4096) * 4096  # no two threads share a page
-        self._scratch = torch.zeros(self._team.threads * scratch_bytes // 4 + 1024)
-        self._step = np.zeros(at.STEP_SIZE, np.int64)
+        self._scratch = torch.zeros(threads * scratch_bytes // 4 + 1024)
+        self._step = np.zeros(at.STEP_SIZE, np.int64)  # what is the same in every step
         self._step[at.MODEL] = self._model.ctypes.data
-        self._step[at.COUNTERS] = self._counters.ctypes.data
         self._step[at.SCRATCH] = -(-self._scratch.data_ptr() // 4096) * 4096
         self._step[at.SCRATCH_BYTES] = scratch_bytes
         self._capacity = 0  # rows that the buffers hold
@@ -105,14 +104,17 @@ class NativeDecoder:
         positions = np.ascontiguousarray(metadata.positions, np.int64)
         kv_slots = np.ascontiguousarray(metadata.kv_slots, np.int64)
         indices = np.ascontiguousarray(metadata.logit_indices, np.int64)
-        step = self._step
+        context = self._team.context()
+        step = context.step
+        step[:] = self._step
+        step[at.COUNTERS] = context.counters.ctypes.data
         step[: at.MAX_BLOCKS + 1] = tokens, wanted, len(items), tables.shape[1]
         step[at.LOGITS] = logits.data_ptr()
         step[at.POSITIONS : at.ITEMS + 1] = (
             positions.ctypes.data, kv_slots.ctypes.data, indices.ctypes.data, tables.ctypes.data, items.ctypes.data
         )  # fmt: skip
-        self._counters[:] = 0
-        self._team.run(self._forward, step.ctypes.data)
+        self._team.run(context)
+        self._last = context
         return logits[:, : self.config.vocab_size]
 
     def _check(self, metadata: StepMetadata) -> None:
@@ -154,8 +156,17 @@ class NativeDecoder:
         self._step[at.X_WANTED : at.ATTENDED_WANTED + 1] = addresses[len(widths) :]
         self._capacity = capacity
 
-    def threads(self) -> int:
-        return self._team.threads
+    def phase_shares(self) -> dict[str, float]:
+        """How the last forward's time divides over the kinds of phases; the shares sum to 1."""
+        if self._last is None:
+            raise RuntimeError("no forward has run")
+        ends = self._last.counters.reshape(-1, at.COUNTER_BYTES // 8)[:, at.CYCLES_OFFSET // 8]
+        ends = ends[ends > 0]  # a step that wants no logits ends early
+        spent = np.diff(ends).clip(min=0)
+        shares = dict.fromkeys(self._phases, 0.0)
+        for phase, ticks in zip(self._phases, spent, strict=False):
+            shares[phase] += float(ticks) / max(float(spent.sum()), 1.0)
+        return shares
 
 
 def attention_items(metadata: StepMetadata, most: int) -> Table:

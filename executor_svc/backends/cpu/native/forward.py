@@ -10,7 +10,7 @@ from numba import carray, cfunc, njit, types
 from executor_svc.backends.cpu.native.attention import make_attend_item, write_kv
 from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512, make_block
 from executor_svc.backends.cpu.native.layout import (
-    ACTIVATED, ATTENDED, ATTENDED_WANTED, COUNTER_BYTES, COUNTERS, DELTA, DOWN, EPSILON, FINAL_NORM, FLOATS, GATE_UP,
+    ACTIVATED, ATTENDED, ATTENDED_WANTED, COUNTER_BYTES, COUNTERS, CYCLES_OFFSET, DELTA, DOWN, EPSILON, FINAL_NORM, FLOATS, GATE_UP,
     GATE_UP_OUT, HEAD, HEAD_DIM, HIDDEN, INPUT_NORM, INTERMEDIATE, INVERSE_HIDDEN, KEYS, KV_HEADS, KV_SIZE, KV_SLOTS,
     LAYER_SIZE, LAYERS, LOGITS, MODEL, MODEL_SIZE, NORMED, NUM_ITEMS, NUM_LAYERS, OUTPUT, POSITIONS, POST_NORM, Q_SIZE,
     QKV, QKV_OUT, ROPE, SCRATCH, SCRATCH_BYTES, STEP_SIZE, TOKENS, VALUES, VOCAB_PANELS, WANTED, WANTED_INDICES,
@@ -18,7 +18,7 @@ from executor_svc.backends.cpu.native.layout import (
 )  # fmt: skip
 from executor_svc.backends.cpu.native.phases import finish, take
 from executor_svc.backends.cpu.native.rows import add_norm_row, copy_row, rotate_head, silu_mul_row
-from executor_svc.backends.cpu.native.vector import LANES, as_pointer, atomic_add, load_float, load_int
+from executor_svc.backends.cpu.native.vector import LANES, as_pointer, atomic_add, load_float, load_int, store_cycles
 
 ROW_BLOCK = 96  # rows of one product item: their inputs stay in the second-level cache
 ROWS_PER_ITEM = 4  # rows of one norm or rotary item
@@ -127,6 +127,7 @@ def make_forward(weights: str, avx512: bool) -> Any:
     def run(step, model):  # type: ignore[no-untyped-def]
         counter = step[COUNTERS]
         scratch = step[SCRATCH] + atomic_add(counter, 1) * step[SCRATCH_BYTES]
+        store_cycles(counter + CYCLES_OFFSET)
         counter += COUNTER_BYTES
         rows, x, attended = step[TOKENS], step[X], step[ATTENDED]
         hidden, q_size, intermediate = model[HIDDEN], model[Q_SIZE], model[INTERMEDIATE]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from executor_svc.backends.cpu.native.layout import DONE_OFFSET
-from executor_svc.backends.cpu.native.vector import atomic_add, atomic_load, spin_pause
+from executor_svc.backends.cpu.native.layout import CYCLES_OFFSET, DONE_OFFSET
+from executor_svc.backends.cpu.native.vector import atomic_add, atomic_load, spin_pause, store_cycles
 
 _SPINS = 4000  # pauses (some 50 us) before the processor is offered to others
 
@@ -35,3 +35,4 @@ def finish(counter, done, count):  # type: ignore[no-untyped-def]
         if spins > _SPINS:
             _sched_yield()
             spins = 0
+    store_cycles(counter + CYCLES_OFFSET)  # by each thread; any of them will do for the profile

@@ -234,3 +234,16 @@ def as_pointer(context: Any, address: Any) -> Any:
         return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def store_cycles(context: Any, address: Any) -> Any:
+    """Store the processor's time stamp (int64 ticks of constant rate) at an address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        name, module = "llvm.readcyclecounter", builder.module
+        function = module.globals.get(name) or ir.Function(module, ir.FunctionType(I64, []), name)
+        builder.store(builder.call(function, []), builder.inttoptr(values[0], I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
 
 from executor_svc.inputs import prepare_inputs
 from executor_svc.malloc import keep_freed_memory
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", type=Path)
     args = parser.parse_args()
     keep_freed_memory()
+    torch.set_num_threads(1)  # the null model has nothing to share out
     results = []
     print("rows  " + "".join(f"{part:>15}" for part in PARTS) + f"{'round':>10}{'budget':>10}   us, median of a step")
     for rows in (int(text) for text in args.rows.split(",")):

@@ -96,8 +96,11 @@ def check_device(device: str) -> None:
 def load(config: ExecutorConfig) -> tuple[Model, dict[str, bytes]]:
     """The model and the files that the scheduler will ask for."""
     if config.null_vocab is not None:
+        import torch
+
         from executor_svc.models.null import NullModel
 
+        torch.set_num_threads(config.threads or 1)  # nothing to share out: a second thread only waits for the first
         return NullModel(config.null_vocab, name=config.name or "null"), {}
     from executor_svc.models.load import load_model
 

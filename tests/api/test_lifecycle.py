@@ -114,7 +114,7 @@ async def test_core_restart_loses_and_repeats_nothing(stops: bool) -> None:
         stream = asyncio.create_task(r.stream(request))
         whole = asyncio.ensure_future(r.stub.Generate(text_request(stopping=stopping)))
         await r.core.until(lambda: len(r.core.runs) == 3)
-        seed = r.core.got(front.Submit)[0].sampling.seed
+        seed = next(s.sampling.seed for s in r.core.got(front.Submit) if s.request_id == "same")
         for count in (1, 4, 2):
             await r.core.step(per_row=count)
             old = {run.submit.request_id: list(run.outputs) for run in r.core.runs.values() if run.choice == 0}

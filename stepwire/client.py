@@ -80,6 +80,21 @@ class Client:
             generation.request(), timeout=generation.remaining(), metadata=self._metadata
         )
 
+    def _pause(self, seconds: float, cancelled: threading.Event) -> bool:
+        """Wait; True when cancelled meanwhile. gRPC works on a connection only while a call waits on its channel (else
+        every 5 s): small calls wait for the pause, so that a server that is back is found at once."""
+        calls = [
+            stub.ListModels.future(
+                pb.ListModelsRequest(), timeout=seconds, metadata=self._metadata, wait_for_ready=True
+            )
+            for stub in (self._stubs if seconds > 0 else ())
+        ]
+        try:
+            return cancelled.wait(seconds)
+        finally:
+            for call in calls:
+                call.cancel()
+
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
@@ -146,7 +161,7 @@ class Stream:
             finally:
                 call.cancel()
             delay = generation.retry_after(code, details, trailers)
-            if delay < 0 or self._cancelled.wait(delay):
+            if delay < 0 or self._client._pause(delay, self._cancelled):
                 return
 
     def close(self) -> None:

@@ -34,6 +34,14 @@ def shared(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
 
 
 @pytest.fixture(scope="session")
+def restartable(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """One executor of ``tiny`` that stays while tests restart the scheduler with flags of their own."""
+    with Cluster(tmp_path_factory.mktemp("restartable")) as cluster:
+        cluster.start_executor("only", tiny)
+        yield cluster
+
+
+@pytest.fixture(scope="session")
 def alone(shared: Cluster) -> list[Answer]:
     """The answers to ``common_requests``, each run with nothing else in flight: what all others must equal."""
     return [one(shared.address, message) for message in common_requests()]

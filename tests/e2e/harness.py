@@ -155,7 +155,10 @@ class Cluster:
             live.remove(self)
         if self._status is not None:
             self._status.close()
-        for process in [*self.executors.values(), *([self.scheduler] if self.scheduler else [])]:
+        processes = [*self.executors.values(), *([self.scheduler] if self.scheduler else [])]
+        for process in processes:
+            process.terminate()
+        for process in processes:
             process.stop()
 
     def __enter__(self) -> Cluster:

@@ -22,6 +22,7 @@ class Process:
 
     def __init__(self, name: str, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
         self.name, self.log, self.args = name, log, args
+        self._told = False
         self._output = log.open("ab")
         self._output.write(f"--- {' '.join(args)}\n".encode())
         self._output.flush()
@@ -57,18 +58,20 @@ class Process:
             assert alive, f"{self.name} ended with {self.popen.returncode} before {pattern!r}:\n{self.text()[-4000:]}"
         raise AssertionError
 
-    def send(self, sig: int) -> None:
-        self.popen.send_signal(sig)
+    def terminate(self) -> None:
+        """SIGTERM, once: a second one means "at once" to the services."""
+        if self.alive and not self._told:
+            self._told = True
+            self.popen.send_signal(signal.SIGTERM)
 
     def wait(self, timeout: float = TIMEOUT) -> int:
         return self.popen.wait(timeout)
 
     def stop(self, grace: float = 10.0) -> None:
         """SIGTERM to the process, then SIGKILL to what is left of its session."""
-        if self.alive:
-            self.send(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(grace)
+        self.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(grace)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait()

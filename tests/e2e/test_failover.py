@@ -13,7 +13,7 @@ import pytest
 from protos.stepwire.v1 import inference_pb2 as pb
 from stepwire import Completion
 from tests.e2e.harness import Cluster
-from tests.e2e.streams import GREEDY, SEEDED, Answer, generate, ids, random_prompt, request
+from tests.e2e.streams import GREEDY, SEEDED, Answer, common_requests, generate, ids, random_prompt, request
 from tests.e2e.verify import settled
 
 OUTPUT = 120
@@ -67,17 +67,22 @@ def test_executor_killed_and_restarted(cluster: Cluster, tiny: Path, undisturbed
     settled(cluster)
 
 
-def test_second_executor_takes_over(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:
-    cluster.start_executor("b", tiny)
+def test_second_executor_takes_over(
+    cluster: Cluster, tiny: Path, undisturbed: list[Answer], alone: list[Answer]
+) -> None:
+    """The one that takes over runs with overlap: both ways give the same tokens, also within one stream."""
+    cluster.start_executor("b", tiny, "--overlap")
     cluster.wait_ready(2)
     answers = disturbed(cluster, lambda: cluster.kill("a"))
     assert ids(answers) == ids(undisturbed)
     cluster.executors["a"].wait()
+    assert ids(generate(cluster.address, common_requests())) == ids(alone)
     settled(cluster)
     cluster.start_executor("a", tiny)
     cluster.wait_ready(2)
     cluster.executors["b"].stop()  # SIGTERM: it drains and says goodbye
-    cluster.wait_ready(1)
+    assert cluster.executors["b"].popen.returncode == 0
+    settled(cluster)
 
 
 def test_core_killed(cluster: Cluster, undisturbed: list[Answer]) -> None:

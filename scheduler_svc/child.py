@@ -71,6 +71,10 @@ class Child:
         self.ended = asyncio.Event()  # for good
 
     @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    @property
     def pid(self) -> int | None:
         """Of the running process; None between two starts."""
         return self._process.pid if self._process is not None else None

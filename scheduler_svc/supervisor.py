@@ -126,6 +126,8 @@ class Supervisor:
                 gone = asyncio.create_task(core.gone.wait())
                 try:
                     await asyncio.wait((watch, gone), return_when=asyncio.FIRST_COMPLETED)
+                    if core.stopping:
+                        return  # it has only its sockets left to close
                     if watch.done() and not gone.done():
                         log.error("the core is frozen, killing it", extra={"silent": round(watch.result(), 3)})
                         core.signal(signal.SIGKILL)

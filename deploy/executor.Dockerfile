@@ -14,9 +14,10 @@ RUN --mount=type=bind,target=/source \
     cp -r /source/. . && pip install --no-deps --force-reinstall -c constraints.txt . \
     && mkdir -p /app/deploy && cp deploy/*.py /app/deploy && rm -rf /build/*
 WORKDIR /app
-# numba keeps what it compiled here: the root file system may be read-only.
-ENV NUMBA_CACHE_DIR=/tmp/numba
-RUN useradd --uid 10002 --no-create-home --shell /usr/sbin/nologin stepwire && mkdir /models && chown stepwire /models
+# Code compiled for this machine's CPU is kept here: the root file system may be read-only.
+ENV NUMBA_CACHE_DIR=/var/cache/stepwire
+RUN useradd --uid 10002 --no-create-home --shell /usr/sbin/nologin stepwire \
+    && mkdir /models /var/cache/stepwire && chown stepwire /models /var/cache/stepwire
 USER stepwire
-VOLUME /models
+VOLUME /models /var/cache/stepwire
 ENTRYPOINT ["python", "-m", "executor_svc"]

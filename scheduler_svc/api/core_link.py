@@ -1,8 +1,9 @@
 """The link to the scheduler core: one DEALER socket a session, attached, pinged, and replaced when anything is wrong.
 
-A session ends when the socket disconnects, the core is silent, or it says Reattach. The next one attaches with a
-socket of its own (nothing queued for a dead core reaches a new one) and submits every open stream again, under a new
-number, as a continuation of what has arrived: no token is lost or repeated, because ids count only once they are here.
+A session ends when the socket disconnects, the core is silent, a frame is damaged, or the core says Reattach. The next
+one attaches with a socket of its own (nothing queued for a dead core reaches a new one) and submits every open stream
+again, under a new number, as a continuation of what has arrived: no token is lost or repeated, because ids count only
+once they are here.
 
 A stream is submitted once the session's Models names its model with the same fingerprint: the core of a restarted
 service knows no model until executors return, and a continuation must never run on other weights.
@@ -28,7 +29,7 @@ from protos.wire import MAX_FRAME_BYTES, WireError
 from scheduler_svc.api.models import AssetFault
 from scheduler_svc.api.refusal import Refusal, unavailable
 from scheduler_svc.api.stream import Stream
-from scheduler_svc.api.token_batch import deliver
+from scheduler_svc.api.token_batch import deliver, guarded
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ class CoreLink:
     ) -> None:
         self.config = config
         self.open: dict[Stream, int] = {}  # -> its number in this session; 0: not submitted in it
-        self.dropped_frames = 0
+        self.damaged_frames = 0
         self.down_since: float | None = time.monotonic()  # None: up
         self._context = context
         self._on_models = on_models
@@ -159,6 +160,8 @@ class CoreLink:
                 level = logging.WARNING if self._was_up else logging.DEBUG  # no core yet: nothing was lost
                 log.log(level, "core link lost", extra={"reason": str(over), "streams": len(self.open)})
                 self._was_up = False
+            except Exception:
+                log.exception("core link failed", extra={"streams": len(self.open)})
             await asyncio.sleep(self.config.pause)
 
     async def _session(self) -> None:
@@ -230,8 +233,9 @@ class CoreLink:
                         raise WireError(f"{len(frames)} frames")
                     self._handle(_decoder.decode(frames[0]), socket, touched)
                 except (msgspec.DecodeError, WireError) as error:
-                    self.dropped_frames += 1
-                    log.warning("frame from the core dropped", extra={"reason": str(error)[:200]})
+                    # It may have been tokens, and none may be missing from a stream: continue from what is here.
+                    self.damaged_frames += 1
+                    raise SessionOver(f"damaged frame: {str(error)[:200]}") from error
             for stream in touched:
                 stream.wake()
             self._credit()
@@ -250,7 +254,7 @@ class CoreLink:
         elif isinstance(message, front.Finished):
             stream = self._streams.get(message.stream)
             if stream is not None:
-                stream.on_finished(message)
+                guarded(stream, stream.on_finished, message)
                 touched.add(stream)
                 if stream.ended:
                     self._drop(message.stream)
@@ -262,7 +266,7 @@ class CoreLink:
             stream = self._streams.get(message.stream)
             if stream is not None:
                 self._drop(message.stream)
-                stream.on_refused(message)
+                guarded(stream, stream.on_refused, message)
         elif isinstance(message, front.Models):
             self._fingerprints = {state.name: state.fingerprint for state in message.models}
             self._on_models(message)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 from protos import front
 from protos.wire import WireError, pack_int32, unpack_int32
+from scheduler_svc.api.refusal import Refusal
 from scheduler_svc.api.stream import Stream
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def guarded(stream: Stream, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+    """What fails here is this stream's fault alone: it ends INTERNAL, and the others go on."""
+    try:
+        return act(*args, **kwargs)
+    except Exception:
+        log.exception("stream failed", extra={"request": stream.request.request_id})
+        stream.fail(Refusal(front.INTERNAL, "internal error"))
+        return None
 
 
 def deliver(
@@ -41,9 +59,9 @@ def deliver(
         stream = streams.get(number)
         if stream is not None:
             choice = choices[row]
-            ended = stream.on_tokens(choice, ids[start:end])
+            ended = guarded(stream, stream.on_tokens, choice, ids[start:end])
             touched.add(stream)
-            if stream.request.stops is not None:
+            if stream.request.stops is not None and stream.error is None:
                 if ended is not None:
                     send(front.Stop(number, choice, stream.outputs(choice)))
                 elif (outputs := stream.seen(choice)) >= 0:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 import zmq.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -239,31 +240,68 @@ async def test_stop_found_while_the_core_dies_still_ends() -> None:
         assert answer.usage.completion_tokens == len(answer.ids[0])
 
 
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\xff\x00garbage"],
+        [b"a", b"b"],
+        [front.Tokens(b"\1\0\0\0", b"\1\0\0")],
+        [front.Tokens(b"\1\0\0\0", b"\1\0\0\0" * 2)],
+        [front.Tokens(b"\1\0\0\0", b"\xff\xff\xff\xff")],
+        [front.Tokens(b"\1\0\0\0", b"\1\0\0\0", b"\0", b"\2")],
+        [front.Tokens(b"\1\0\0\0", b"\1\0\0\0", b"\0\0")],
+    ],
+)
 @run_async
-async def test_damaged_frames_are_dropped() -> None:
+async def test_damaged_frame_costs_a_session_and_no_token(frames: list) -> None:
     async with rig() as r:
         r.core.auto = False
         stream = asyncio.create_task(r.stream(text_request()))
         await r.core.until(lambda: r.core.runs)
-        (key,) = r.core.runs
-        peer, socket = r.core._peer, r.core._socket
-        assert peer is not None
-        await socket.send_multipart([peer, b"\xff\x00garbage"])
-        await socket.send_multipart([peer, b"a", b"b"])
-        one = (key[0]).to_bytes(4, "little")
-        await r.core.send(front.Tokens(one, b"\1\0\0"))
-        await r.core.send(front.Tokens(one, b"\1\0\0\0" * 2))
-        await r.core.send(front.Tokens(one, b"\xff\xff\xff\xff"))
-        await r.core.send(front.Tokens(one, b"\1\0\0\0", b"\0", b"\2"))
-        await r.core.send(front.Finished(999, 0, front.LENGTH, 1, 0))
-        await r.core.send(front.Tokens((77).to_bytes(4, "little"), b"\1\0\0\0"))
+        await r.core.step(per_row=3)
+        await eventually(lambda: r.server.link._received == 3)
+        r.core.runs.clear()
+        encoded = [frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame) for frame in frames]
+        await r.core._socket.send_multipart([r.core._peer, *encoded])
+        await r.core.until(lambda: r.core.runs)
         r.core.auto = True
-        await r.core.send(front.Ping(r.core.incarnation))
-        r.core.auto = True
-        await r.core._socket.send_multipart([peer, b"\xc1"])
-        await r.core.step()
         assert (await stream).ids[0] == ANSWER_IDS[:12]
-        assert r.server.link.dropped_frames >= 6
+        assert r.server.link.damaged_frames == 1
+
+
+@run_async
+async def test_messages_about_unknown_streams_are_nothing() -> None:
+    async with rig() as r:
+        r.core.auto = False
+        stream = asyncio.create_task(r.stream(text_request()))
+        await r.core.until(lambda: r.core.runs)
+        await r.core.send(front.Finished(999, 0, front.LENGTH, 1, 0))
+        await r.core.send(front.Failed(999, front.INTERNAL, "x"))
+        await r.core.send(front.Accepted(999))
+        await r.core.send(front.Tokens(pack_int32([999]), pack_int32([1])))
+        await r.core.send(front.Tokens(pack_int32([next(iter(r.core.runs))[0]]), pack_int32([1]), b"\7"))
+        r.core.auto = True
+        assert (await stream).ids[0] == ANSWER_IDS[:12]
+
+
+@run_async
+async def test_a_failing_stream_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with rig() as r:
+        r.core.auto = False
+        bad = asyncio.create_task(r.stream(text_request(request_id="bad")))
+        good = asyncio.create_task(r.stream(text_request(request_id="good")))
+        await r.core.until(lambda: len(r.core.runs) == 2)
+        victim = next(stream for stream in r.server.link.open if stream.request.request_id == "bad")
+
+        def broken(index: int, tokens: list[int]) -> None:
+            raise ZeroDivisionError
+
+        victim.on_tokens = broken  # type: ignore[method-assign, assignment]
+        r.core.auto = True
+        assert (await good).ids[0] == ANSWER_IDS[:12]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await bad
+        assert caught.value.code() == grpc.StatusCode.INTERNAL
 
 
 @run_async
@@ -307,7 +345,7 @@ async def test_corrupt_files_are_fetched_again() -> None:
         good = dict(r.core.files)
         r.core.files["tokenizer.json"] = good["tokenizer.json"][:-1] + b"?"
         waiting = asyncio.create_task(r.stream(text_request()))
-        await r.core.until(lambda: len(r.core.got(front.FetchAsset)) >= len(good))
+        await r.core.until(lambda: len(r.core.got(front.FetchAsset)) >= 2)
         r.core.files = good
         assert (await waiting).ids[0] == ANSWER_IDS[:12]
 

@@ -41,7 +41,7 @@ def run(config: ExecutorConfig) -> None:
     from executor_svc.service import ExecutorService
     from protos.step import Limits
 
-    check_device(config.device)
+    check_device(config)
     started = time.monotonic()
     model, assets = load(config)
     facts = model.facts
@@ -85,11 +85,13 @@ def run(config: ExecutorConfig) -> None:
     log.info("executor left", extra={"steps": service.worker.steps})
 
 
-def check_device(device: str) -> None:
+def check_device(config: ExecutorConfig) -> None:
     """Raises ValueError, with one line that says what is missing, where the device cannot be used."""
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if config.device == "cuda" and config.null_vocab is not None and torch.cuda.is_available():
+        raise ValueError("--device cuda: the null model runs on the CPU only")
+    if config.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no usable NVIDIA GPU here (torch sees none); use --device cpu")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import resource
+import os
 import secrets
 import signal
 import socket
-import sys
 import time
+from pathlib import Path
 from types import FrameType
 
 from executor_svc.assets import AssetStore
@@ -141,11 +141,10 @@ class ExecutorService:
         self.worker.begin_epoch(epoch)
 
     def _load(self) -> Load:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return Load(
             slots_used=self.slots.slots_used,
             blocks_used=self.slots.blocks_used,
-            memory_bytes=peak * (1 if sys.platform == "darwin" else 1024),
+            memory_bytes=resident_memory(),
             steps=self.worker.steps,
         )
 
@@ -158,3 +157,11 @@ class ExecutorService:
                 pass
         except BlockingIOError:
             pass
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds now; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -22,7 +22,8 @@ def adjust(row: npt.NDArray[np.float32], rules: RowRules, output_position: int) 
     if output_position < rules.min_tokens:
         row[rules.masked] = -np.inf
     if rules.counts is not None:
-        _penalise(row, rules)
+        with np.errstate(over="ignore"):  # what overflows is found by the sampler, as that row's fault
+            _penalise(row, rules)
 
 
 def _penalise(row: npt.NDArray[np.float32], rules: RowRules) -> None:

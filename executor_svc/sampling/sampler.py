@@ -72,8 +72,11 @@ def _apply_rules(row: Float32, sequence: Sequence, output_position: int) -> Floa
         raw = row.copy() if rules.adjusts else row
     if rules.adjusts:
         adjust(row, rules, output_position)
-        if not np.isfinite(row.max()):
+        highest = row.max()
+        if highest == -np.inf:
             raise RowError(ALL_MASKED, "no id may be drawn: every one is masked")
+        if not np.isfinite(highest):
+            raise RowError(NON_FINITE, "bias and penalties leave no finite logits")
     return raw
 
 

@@ -214,6 +214,26 @@ def test_a_new_core_gets_a_new_session_and_none_of_the_old_ones_results(core: Sc
     assert executor.service.link.counts["ignored_plans"] == 1
 
 
+def test_the_executor_may_start_first(core: ScriptedCore, monkeypatch: pytest.MonkeyPatch) -> None:
+    core.unbind()
+    tried = threading.Semaphore(0)
+
+    class Counted(link.Session):
+        def close(self, goodbye: bool = False) -> None:
+            tried.release()
+            super().close(goodbye)
+
+    monkeypatch.setattr(link, "Session", Counted)
+    running = Running(core.address)
+    try:
+        for _ in range(3):
+            assert tried.acquire(timeout=20), "a session that cannot connect did not end"
+        core.bind()
+        start(core, core.welcome())
+    finally:
+        running.leave()
+
+
 def test_a_silent_core_is_left(core: ScriptedCore, executor: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     core.welcome()
     old = core.peer

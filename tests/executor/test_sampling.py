@@ -105,7 +105,7 @@ def row_and_logits(draw: st.DrawFn) -> tuple[Row, np.ndarray]:
     return row, logits.astype(np.float32)
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(row_and_logits(), min_size=1, max_size=5))
 def test_every_parameter_mixed_against_the_reference(batch: list[tuple[Row, np.ndarray]]) -> None:
     rows = [row for row, _ in batch]
@@ -261,6 +261,16 @@ def test_what_cannot_be_honoured_is_refused_by_name(name: str) -> None:
     assert [(f.slot, f.status) for f in got.faults] == [(3, BAD_PARAMETER)]
     assert name.split()[0] in got.faults[0].detail
     assert got.ok.tolist() == [False, True]
+
+
+def test_a_bias_that_masks_everything_and_a_penalty_that_overflows_are_told_apart() -> None:
+    logits = np.full((2, VOCAB), 3e38, dtype=np.float32)
+    everything = SamplingParams(
+        logit_bias_ids=pack_int32(range(VOCAB)), logit_bias=floats([-np.inf] * VOCAB), temperature=0.0
+    )
+    overflow = SamplingParams(repetition_penalty=0.5, temperature=0.0)
+    got = run(logits, [Row(everything, [1], []), Row(overflow, [1], [])])
+    assert [(f.slot, f.status) for f in got.faults] == [(3, ALL_MASKED), (4, NON_FINITE)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

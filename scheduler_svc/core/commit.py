@@ -41,6 +41,13 @@ class _Delivery:
     tokens: list[Int32] = field(default_factory=list)
     logprobs: dict[int, list[tuple[int, int, bytes]]] = field(default_factory=dict)  # by worker index
 
+    def add(self, workers: Int32, streams: Int32, choices: np.ndarray, tokens: Int32) -> None:
+        """A row each; ``choices`` may be empty: all 0."""
+        self.workers.append(workers)
+        self.streams.append(streams)
+        self.choices.append(choices)
+        self.tokens.append(tokens)
+
 
 class Committer:
     def __init__(self, residency: Residency, streams: Streams, workers: Workers, outbox: Outbox) -> None:
@@ -97,7 +104,7 @@ class Committer:
             return []
         table = executor.table
         length = table.length[slots]
-        position = length & (TAIL - 1)
+        position = (length + slots) & (TAIL - 1)
         table.tail[slots, position] = tokens
         length += 1
         table.length[slots] = length
@@ -106,10 +113,8 @@ class Committer:
             for slot in slots[wrapped].tolist():
                 table.flush(slot)
 
-        delivery.workers.append(table.worker[slots])
-        delivery.streams.append(table.stream[slots])
-        delivery.choices.append(table.choice[slots] if table.num_choices else _NO_CHOICES)
-        delivery.tokens.append(tokens)
+        choices = table.choice[slots] if table.num_choices else _NO_CHOICES
+        delivery.add(table.worker[slots], table.stream[slots], choices, tokens)
 
         over = length >= table.limit[slots]
         stopped = executor.model.is_eos[tokens]
@@ -145,10 +150,8 @@ class Committer:
                 continue
             sequence.outputs += pack_int32([token])
             sequence.pending_rows -= 1
-            delivery.workers.append(np.array([sequence.stream.worker.index], dtype=np.int32))
-            delivery.streams.append(np.array([sequence.stream.number], dtype=np.int32))
-            delivery.choices.append(np.array([sequence.choice], dtype=np.uint8))
-            delivery.tokens.append(np.array([token], dtype=np.int32))
+            row = np.array([[sequence.stream.worker.index], [sequence.stream.number], [token]], dtype=np.int32)
+            delivery.add(row[0], row[1], np.array([sequence.choice], dtype=np.uint8), row[2])
             reason = end_reason(sequence, token, sequence.known, bool(executor.model.is_eos[token]))
             if reason:
                 ended.append((sequence, reason, token if reason != front.LENGTH else -1))
@@ -159,9 +162,7 @@ class Committer:
 
     def _fail_row(self, executor: ExecutorState, fault: RowFault, now: float) -> None:
         """A fault of a row ends that row's request and nothing else."""
-        sequence = executor.table.sequences[fault.slot]
-        if sequence is None or sequence.generation != fault.generation:
-            sequence = executor.settling.get((fault.slot, fault.generation))
+        sequence = executor.sequence_at(fault.slot, fault.generation)
         if sequence is None or sequence.state is State.ENDED:
             return
         name = _FAULT_NAMES.get(fault.status, f"status {fault.status}")
@@ -171,9 +172,7 @@ class Committer:
 
     def _add_logprobs(self, executor: ExecutorState, result: StepResult, delivery: _Delivery) -> None:
         for slot_logprobs in result.logprobs:
-            sequence = executor.table.sequences[slot_logprobs.slot]
-            if sequence is None or sequence.generation != slot_logprobs.generation:
-                sequence = executor.settling.get((slot_logprobs.slot, slot_logprobs.generation))
+            sequence = executor.sequence_at(slot_logprobs.slot, slot_logprobs.generation)
             if sequence is not None:
                 row = (sequence.stream.number, sequence.choice, self._encode(slot_logprobs.rows))
                 delivery.logprobs.setdefault(sequence.stream.worker.index, []).append(row)
@@ -181,18 +180,17 @@ class Committer:
     def _send(self, delivery: _Delivery) -> None:
         """One Tokens message for each worker that has some."""
         if not delivery.tokens:
-            return
+            delivery.add(_NONE, _NONE, _NO_CHOICES, _NONE)  # prompt logprobs may come without a token
         workers, streams, tokens = (
             columns[0] if len(columns) == 1 else np.concatenate(columns)
             for columns in (delivery.workers, delivery.streams, delivery.tokens)
         )
         choices = _joined_choices(delivery)
         self.tokens += len(tokens)
-        first = int(workers[0])
-        if (workers == first).all():
-            self._send_to(first, streams, choices, tokens, delivery)
+        if len(workers) and not delivery.logprobs and (workers == workers[0]).all():
+            self._send_to(int(workers[0]), streams, choices, tokens, delivery)
             return
-        for index in np.unique(workers).tolist():
+        for index in sorted({*np.unique(workers).tolist(), *delivery.logprobs}):
             mine = workers == index
             self._send_to(index, streams[mine], choices[mine] if choices is not None else None, tokens[mine], delivery)
 
@@ -211,6 +209,7 @@ class Committer:
         self._outbox.to_worker(worker.peer, message)
 
 
+_NONE = np.empty(0, dtype=np.int32)
 _NO_CHOICES = np.empty(0, dtype=np.uint8)
 
 

@@ -89,6 +89,13 @@ class Core:
             log.warning("API worker gone", extra={"worker": worker.name, "streams": len(worker.streams)})
             self.front_desk.worker_gone(worker)
 
+    def on_disconnect(self, kind: str, now: float) -> None:
+        """A connection of this kind of peer (outbox.py) ended, the transport does not say whose: a ping to each finds
+        out now what the next regular one would."""
+        self.outbox.at(now)
+        self.counters["disconnects"] += 1
+        self._ping([destination for destination in self.outbox.last_sent if destination.kind == kind])
+
     def on_malformed(self) -> None:
         """A frame that is no message of the contract was dropped by the shell."""
         self.counters["malformed"] += 1
@@ -111,7 +118,10 @@ class Core:
             self._survey(now)
             if self.fleet.forget_old(now):
                 self.fleet_changed = True
-        for destination in self.outbox.silent_since(now - self.config.ping_interval):
+        self._ping(self.outbox.silent_since(now - self.config.ping_interval))
+
+    def _ping(self, destinations: list[Destination]) -> None:
+        for destination in destinations:
             if destination.kind == EXECUTOR:
                 self.outbox.to_executor(destination.peer, step.Ping())
             else:

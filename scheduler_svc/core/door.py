@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from protos import front
@@ -41,6 +43,9 @@ def token_limit(submit: front.Submit, model: ModelEntry, config: CoreConfig, now
 
     A sequence may end at the context's end (LENGTH). It is refused if no known executor could hold what it asks for.
     """
+    for field, time in (("arrival", submit.arrival), ("deadline", submit.deadline)):
+        if not math.isfinite(time):
+            raise Refusal(front.INVALID_ARGUMENT, f"{field} is not a time", field, time)
     if submit.deadline > 0.0 and submit.deadline <= now:
         raise Refusal(front.DEADLINE_EXCEEDED, "the deadline passed", "deadline", submit.deadline, now)
     if submit.sampling.grammar:

@@ -73,6 +73,13 @@ class ExecutorState:
         """Every sequence in a slot, by slot."""
         return [s for s in self.table.sequences[: self.table.high] if s is not None]
 
+    def sequence_at(self, slot: int, generation: int) -> Sequence | None:
+        """The sequence that was given this slot under this generation, if it still goes on here."""
+        sequence = self.table.sequences[slot] if slot < self.table.max_slots else None
+        if sequence is not None and sequence.generation == generation:
+            return sequence
+        return self.settling.get((slot, generation))
+
     @property
     def inflight_rows(self) -> int:
         """Sampling rows not answered yet."""

@@ -30,16 +30,20 @@ def _blocks(executor: ExecutorState) -> list[str]:
     problems = []
     if pool.free + pool.cached + pool.owned != pool.total:
         problems.append(f"free {pool.free} + cached {pool.cached} + owned {pool.owned} != total {pool.total}")
-    held = Counter(block for sequence in executor.residents() for block in table.blocks[sequence.slot])
-    refs = {int(block): int(pool.refs[block]) for block in np.flatnonzero(pool.refs)}
-    if refs != dict(held):
-        problems.append(f"reference counts {refs} differ from the slots' blocks {dict(held)}")
-    if len(refs) != pool.owned:
-        problems.append(f"owned is {pool.owned}, {len(refs)} blocks have references")
-    free = pool.free_ids().tolist()
-    if len(set(free)) != len(free):
+    lists = [table.blocks[sequence.slot] for sequence in executor.residents()]
+    held = np.bincount(np.array([block for blocks in lists for block in blocks], dtype=np.int64), minlength=pool.total)
+    if (held != pool.refs).any():
+        wrong = np.flatnonzero(held != pool.refs)[:5].tolist()
+        problems.append(f"reference counts of blocks {wrong} differ from the slots' blocks")
+    owned, cached, free = held > 0, np.zeros(pool.total, dtype=bool), np.zeros(pool.total, dtype=bool)
+    cached[list(pool.lru)] = True
+    ids = pool.free_ids()
+    free[ids] = True
+    if np.count_nonzero(owned) != pool.owned:
+        problems.append(f"owned is {pool.owned}, {np.count_nonzero(owned)} blocks have references")
+    if np.count_nonzero(free) != len(ids):
         problems.append("a block is free twice")
-    if set(free) & (set(refs) | set(pool.lru)) or set(refs) & set(pool.lru):
+    if (owned & cached).any() or (owned & free).any() or (cached & free).any():
         problems.append("a block is in two states")
     if set(np.flatnonzero(pool.findable).tolist()) != set(cache.by_block):
         problems.append("the findable flags differ from the prefix cache")

@@ -22,10 +22,11 @@ from protos.wire import MAX_FRAME_BYTES, WireError
 from scheduler_svc import link_security
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.fault_injection import FaultInjector
-from scheduler_svc.core.outbox import EXECUTOR, Destination, Message
+from scheduler_svc.core.outbox import EXECUTOR, WORKER, Destination, Message
 
 _FRAMES_A_TURN = 512  # from each socket, so that neither starves the other or the plans
 _LONGEST_WAIT = 1.0  # seconds
+_ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Shell:
@@ -43,6 +44,10 @@ class Shell:
         self._executors.bind(listen)
         self._workers = self._router()
         self._workers.bind(front_endpoint)
+        self._monitors = {
+            EXECUTOR: self._executors.get_monitor_socket(_ENDINGS),
+            WORKER: self._workers.get_monitor_socket(_ENDINGS),
+        }
         self.listening = self._executors.getsockopt_string(zmq.LAST_ENDPOINT)
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode_step = msgspec.msgpack.Decoder(step.ToCore).decode
@@ -69,6 +74,8 @@ class Shell:
         poller.register(self._executors, zmq.POLLIN)
         poller.register(self._workers, zmq.POLLIN)
         poller.register(self._wake_reader.fileno(), zmq.POLLIN)
+        for monitor in self._monitors.values():
+            poller.register(monitor, zmq.POLLIN)
         core = self.core
         while not self._stopping:
             deadline = core.next_deadline()
@@ -79,6 +86,9 @@ class Shell:
                 self._receive(self._executors, self._decode_step, core.on_executor, now)
             if self._workers in ready:
                 self._receive(self._workers, self._decode_front, core.on_front, now)
+            for kind, monitor in self._monitors.items():
+                if monitor in ready:
+                    self._count_endings(kind, monitor, now)
             deadline = core.next_deadline()
             if deadline is not None and deadline <= now:
                 core.on_tick(now)
@@ -86,6 +96,10 @@ class Shell:
             self._send_all(clock)
 
     def close(self) -> None:
+        for router in (self._executors, self._workers):
+            router.disable_monitor()
+        for monitor in self._monitors.values():
+            monitor.close(linger=0)
         self._executors.close(linger=0)
         self._workers.close(linger=0)
         if self._guard is not None:
@@ -117,6 +131,12 @@ class Shell:
                 self.core.on_malformed()
                 continue
             apply(frames[0], message, now)
+
+    def _count_endings(self, kind: str, monitor: zmq.Socket[bytes], now: float) -> None:
+        """Connections that ended, those that ZeroMQ cut off (oversized frame, failed handshake) among them."""
+        while monitor.poll(0):
+            monitor.recv_multipart(zmq.NOBLOCK)
+            self.core.on_disconnect(kind, now)
 
     def _send_all(self, clock: Callable[[], float]) -> None:
         while items := self.core.take_outbox():

@@ -78,9 +78,7 @@ class Planner:
             rows = rows[rows == alone.slot]
         prefill_waits = bool(executor.prefilling) or len(executor.model.queue) > 0
         rows = policy.within_budget(executor, rows, budget, prefill_waits)
-        draft.decode = self._with_blocks(executor, rows, now)
-        draft.budget -= len(draft.decode)
-        self._append(executor, draft)
+        self._add_decode(executor, rows, draft, now)
 
         for sequence in list(executor.prefilling.values()):
             if draft.budget <= 0:
@@ -93,38 +91,12 @@ class Planner:
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
-    def _with_blocks(self, executor: ExecutorState, rows: Int32, now: float) -> Int32:
-        """The rows that have, or can be given, a block for their next token; others are preempted for them."""
-        table = executor.table
-        while True:
-            lacking = rows[table.planned_length[rows] > table.capacity[rows]]
-            if len(lacking) <= executor.pool.available:
-                return rows
-            runnable = table.phase == PREFILL
-            runnable[rows] = True
-            others = [s for s in executor.residents() if s is not executor.isolated]
-            victim = policy.victim(executor, others, runnable, forced=False)
-            if victim is None:
-                if len(lacking) < len(rows) or executor.inflight:
-                    # Something moves without them: they wait for what it frees.
-                    return rows[table.planned_length[rows] <= table.capacity[rows]]
-                # Nothing moves: all but the first in order give way, which fits alone (door.py).
-                if len(executor.residents()) > 1:
-                    victim = policy.victim(executor, others, runnable, forced=True)
-                if victim is None:
-                    return rows[:0]
-            gone = victim.slot
-            self._residency.preempt(executor, victim, now)
-            rows = rows[rows != gone]
-
-    def _append(self, executor: ExecutorState, draft: Draft) -> None:
+    def _add_decode(self, executor: ExecutorState, rows: Int32, draft: Draft, now: float) -> None:
         """Count the decode rows, and give a block to each that starts one."""
         table = executor.table
-        rows = draft.decode
-        if not len(rows):
-            return
-        planned = table.planned_length[rows]
-        lacking = rows[planned > table.capacity[rows]]
+        rows, planned, lacking = self._with_blocks(executor, rows, now)
+        draft.decode = rows
+        draft.budget -= len(rows)
         if len(lacking):
             blocks = executor.pool.allocate(len(lacking))
             table.num_blocks[lacking] += 1
@@ -134,6 +106,34 @@ class Planner:
                 table.blocks[slot].append(block)
             draft.appended_slots, draft.appended_blocks = lacking, blocks
         table.planned_length[rows] = planned + 1
+
+    def _with_blocks(self, executor: ExecutorState, rows: Int32, now: float) -> tuple[Int32, Int32, Int32]:
+        """The rows that have, or can be given, a block for their next token; others are preempted for them. Returns
+        (rows, their planned lengths, those of them that need a block)."""
+        table = executor.table
+        while True:
+            planned = table.planned_length[rows]
+            needs = planned > table.capacity[rows]
+            lacking = rows[needs]
+            if len(lacking) <= executor.pool.available:
+                return rows, planned, lacking
+            runnable = table.phase == PREFILL
+            runnable[rows] = True
+            others = [s for s in executor.residents() if s is not executor.isolated]
+            victim = policy.victim(executor, others, runnable, forced=False)
+            if victim is None and (len(lacking) < len(rows) or executor.inflight):
+                # Something moves without those that get none: they wait for what it frees.
+                served = lacking[: executor.pool.available]
+                keep = ~needs | np.isin(rows, served)
+                return rows[keep], planned[keep], served
+            if victim is None and len(executor.residents()) > 1:
+                # Nothing moves: all but the first in order give way, which fits alone (door.py).
+                victim = policy.victim(executor, others, runnable, forced=True)
+            if victim is None:
+                return _NONE, _NONE, _NONE
+            gone = victim.slot
+            self._residency.preempt(executor, victim, now)
+            rows = rows[rows != gone]
 
     # -- prefill -----------------------------------------------------------------------------------------------------
 

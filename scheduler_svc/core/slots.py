@@ -11,8 +11,8 @@ plan is made, which may be ``depth`` steps earlier::
 ``bound`` is 0 unless the slot decodes; then a row may be planned while ``planned_length < bound``. So the steady step
 finds its rows with one comparison.
 
-The newest outputs of a slot lie in ``tail`` (token number p of the sequence at column p % TAIL) and move to the
-Sequence when the buffer wraps, or when someone needs them.
+The newest outputs of a slot lie in ``tail`` (token number p of the sequence at column (p + slot) % TAIL: slots that run
+in step wrap in different steps) and move to the Sequence when the buffer wraps, or when someone needs them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from protos.wire import Int32
 from scheduler_svc.core.sequence import Sequence
 
-TAIL = 64
+TAIL = 256
 
 # phase
 FREE = 0
@@ -129,7 +129,7 @@ class SlotTable:
         start, end = sequence.known, int(self.length[slot])
         if start < end:
             # A flush happens at every wrap, so [start, end) never crosses one.
-            first = start % TAIL
+            first = (start + slot) % TAIL
             sequence.outputs += self.tail[slot, first : first + end - start].astype("<i4", copy=False).tobytes()
 
     def drop(self, slot: int) -> list[int]:

@@ -8,7 +8,8 @@
     models[]:    name, fingerprint, executors_ready, executors_expected, running, waiting, live_streams
     workers[]:   name, streams, sent, credited, window
     counters:    tokens, finished, failed, preemptions, prefix_hits (blocks), dropped_rows, bad_assets; those that are
-                 not 0 of epochs_lost, stale_results, malformed, unexpected, strangers, refused, rejected, hung
+                 not 0 of epochs_lost, stale_results, malformed, unexpected, strangers, refused, rejected, hung,
+                 disconnects
     problems[]:  broken invariants (only when asked for)
     request:     state, waits_for, outputs, preemptions, deaths of each choice (only when asked for)
 """

@@ -33,6 +33,9 @@ class Streams:
         stream.model.live_streams += 1
         if stream.deadline > 0.0:
             heapq.heappush(self._deadlines, (stream.deadline, next(self._ties), stream))
+            if len(self._deadlines) > 2 * len(self.by_key) + 64:  # mostly of streams that ended before
+                self._deadlines = [item for item in self._deadlines if self.by_key.get(item[2].key) is item[2]]
+                heapq.heapify(self._deadlines)
 
     def finish(self, sequence: Sequence, reason: int, outputs: int, stop_token: int = -1) -> None:
         """The end of a choice at ``outputs`` tokens."""

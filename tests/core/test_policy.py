@@ -156,6 +156,19 @@ def test_a_preempted_sequence_makes_progress_before_it_is_preempted_again() -> N
     assert 0 < world.core.residency.preemptions < 8 * 40
 
 
+def test_tokens_in_flight_at_a_preemption_still_count() -> None:
+    world, worker = simple_world(limits=step.Limits(14, 4, 8, 64), depth=3)
+    world.batching = True
+    for i in range(8):
+        worker.submit([i + 1] * 5, 40, seed=i, ignore_eos=True)
+    world.batching = False
+    world.settle()
+    world.run_all()
+    assert_reference(worker)
+    assert world.core.residency.preemptions > 0
+    assert world.core.committer.dropped_rows == 0  # nothing ended early, so every row that ran was of use
+
+
 @pytest.mark.parametrize("blocks", [11, 12, 13, 15])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_two_that_just_fit_alone_both_end(blocks: int, depth: int) -> None:

@@ -24,7 +24,7 @@ BLOCK = 16
 
 
 def make_step(rows: int, context: int, new: int, vocab: int) -> tuple[torch.Tensor, StepMetadata]:
-    """``rows`` sequences with ``context`` tokens cached and ``new`` tokens to run, only the last one's logits wanted."""
+    """``rows`` sequences with ``context`` tokens cached and ``new`` tokens to run; each one's last logits wanted."""
     blocks = -(-(context + new) // BLOCK)
     tables = np.arange(rows * blocks, dtype=np.int32).reshape(rows, blocks)
     positions = np.tile(np.arange(context, context + new, dtype=np.int64), rows)

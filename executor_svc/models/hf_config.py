@@ -36,7 +36,7 @@ _KNOWN = {
 _SUSPICIOUS = re.compile(
     r"rope|rotary|attn|attention|softcap|window|norm|scal|multiplier|bias|expert|moe|quant|_act|residual|router"
 )
-_ROPE_KEYS = {
+_ROPE_KEYS: dict[str, set[str]] = {
     "default": set(),
     "linear": {"factor"},
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
@@ -88,13 +88,17 @@ def token_id_list(value: Any, where: str) -> tuple[int, ...]:
 def _parse_rope(config: dict[str, Any]) -> RopeConfig:
     """Both spellings: ``rope_theta`` + ``rope_scaling`` (older) and ``rope_parameters`` (newer)."""
     scaling: dict[str, Any] = {}
+    kinds: set[Any] = set()
     for key in ("rope_scaling", "rope_parameters"):
         value = config.get(key)
         if value is not None and not isinstance(value, dict):
             raise CheckpointError(f"config: {key} = {value!r} is not an object")
-        scaling.update(value or {})
-    kind = scaling.pop("rope_type", None) or scaling.pop("type", None) or "default"
-    scaling.pop("type", None)
+        value = dict(value or {})
+        kinds.update(k for k in (value.pop("rope_type", None), value.pop("type", None)) if k and k != "default")
+        scaling.update(value)
+    if len(kinds) > 1:
+        raise CheckpointError(f"config: rope types {sorted(map(str, kinds))} contradict each other")
+    kind = kinds.pop() if kinds else "default"
     theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
     if kind not in _ROPE_KEYS:
         raise CheckpointError(f"config: rope type {kind!r} is not supported (supported: {list(_ROPE_KEYS)})")
@@ -103,7 +107,7 @@ def _parse_rope(config: dict[str, Any]) -> RopeConfig:
     for key in scaling:
         if key not in _ROPE_KEYS[kind] and scaling[key] is not None:
             raise CheckpointError(f"config: rope setting {key} = {scaling[key]!r} is not known for type {kind!r}")
-    for key in _ROPE_KEYS[kind]:
+    for key in sorted(_ROPE_KEYS[kind]):
         _number(scaling, key)
     return RopeConfig(
         theta=float(theta),

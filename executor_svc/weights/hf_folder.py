@@ -96,9 +96,7 @@ class HFCheckpoint:
             "tokenizer_config.json": asset_files.tokenizer_config(
                 bos_text, eos_text, stated.get("add_bos_token") is True
             ),
-            "generation_config.json": asset_files.generation_config(
-                self.config, self.config.eos_token_ids, generation
-            ),
+            "generation_config.json": asset_files.generation_config(self.config, self.config.eos_token_ids, generation),
         }
         if template is not None:
             out["chat_template.jinja"] = template

@@ -35,7 +35,8 @@ def test_batch_chunks_and_threads_do_not_change_bits(tiny: Path, load: Any, weig
     expected = alone.logits[0]
     for threads in (1, 2):
         model = load(tiny, weights, attention, threads=threads, blocks=400)
-        for chunk, others in ((1, 0), (1, 5), (7, 3), (64, 12), (139, 30)):
+        slow = attention == "torch" and threads == 2
+        for chunk, others in ((64, 12),) if slow else ((1, 0), (1, 5), (7, 3), (64, 12), (139, 30)):
             row = Sequence(ids, blocks_of(0))
             mates = [Sequence(ids_of(9 + i, 150), blocks_of(1 + i)) for i in range(others)]
             for mate in mates:
@@ -57,7 +58,8 @@ def test_every_batch_size_gives_the_same_bits(tiny: Path, load: Any, attention: 
     run(model, [(prefix, 32)], 16)
     expected: torch.Tensor | None = None
     for size in [*range(1, 20), 31, 32, 33, 47, 48, 49, 63, 64, 65, 70]:
-        rows = [(Sequence([*prefix.ids, 77 if i == size // 2 else 78 + i], [0, 1, 2 + i], length=32), 1) for i in range(size)]
+        last = [77 if i == size // 2 else 78 + i for i in range(size)]
+        rows = [(Sequence([*prefix.ids, last[i]], [0, 1, 2 + i], length=32), 1) for i in range(size)]
         logits = run(model, rows, 16)[size // 2]
         expected = logits if expected is None else expected
         assert torch.equal(logits, expected), f"{size} rows"
@@ -71,14 +73,12 @@ def test_a_row_with_broken_cache_harms_only_itself(tiny: Path, load: Any, attent
     run(model, [(sound, 40), (broken, 40)], 16)
     alone = Sequence(sound.ids, sound.blocks, length=40)
     expected = run(model, [(alone, 1)], 16)[0]
-    saved = [tensor.clone() for tensor in model.kv_tensors()]
     for tensor in model.kv_tensors():  # both layouts have the block as their leading axis or its 16 slots
         per_block = tensor.view(256, -1)
         per_block[broken.blocks[0]] = bad
     logits = run(model, [(broken, 1), (sound, 1)], 16)
     assert not torch.isfinite(logits[0]).any()
     assert torch.equal(logits[1], expected)
-    del saved
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
@@ -98,7 +98,7 @@ def test_row_schemes_of_the_real_shapes_hold_for_every_row_count(weights: str) -
                 rows = torch.nn.functional.pad(data[:m], (0, 0, 0, probed.padded(m) - m))
                 compared = min(m, 500)
                 # Threads split the columns: two are tried at a sample of row counts, as they are slow on a busy machine.
-                torch.set_num_threads(2 if m % 64 == 3 else 1)
+                torch.set_num_threads(2 if m in (1, 35, 131) else 1)
                 assert torch.equal(tiled(rows)[:compared], whole[:compared]), f"{weights} {linear.shape} M = {m}"
     finally:
         torch.set_num_threads(2)
@@ -112,7 +112,7 @@ def test_pieces_are_row_counts_that_were_probed(rows: int) -> None:
     assert all(piece in (512, 192) or piece <= 96 for piece in pieces)
 
 
-def test_compiled_products_do_not_depend_on_rows_or_vector_width(tmp_path: Path) -> None:
+def test_compiled_products_do_not_depend_on_rows_or_register_tiles() -> None:
     """The compiled tiles of AVX-512 and of AVX2, on the real shapes: the same bits for every M in 1..511."""
     numba = pytest.importorskip("numba")
     from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512, make_block, pack_panels

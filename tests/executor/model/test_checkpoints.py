@@ -74,7 +74,9 @@ def test_gguf_and_folder_of_the_same_weights_agree(tiny: Path, tmp_path: Path) -
         assert folder.assets[name] == file.assets[name], name
 
 
-@pytest.mark.parametrize(("kind", "error"), [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 8e-3), ("Q4_1", 0.11), ("Q4_0", 0.2)])
+@pytest.mark.parametrize(
+    ("kind", "error"), [("F16", 1e-3), ("BF16", 8e-3), ("Q8_0", 8e-3), ("Q4_1", 0.11), ("Q4_0", 0.2)]
+)
 def test_quantised_gguf(tiny: Path, tmp_path: Path, kind: str, error: float) -> None:
     gguf = write_gguf(tiny, tmp_path / "q.gguf", kind)
     expected = dict(open_checkpoint(tiny).tensors())

@@ -130,7 +130,9 @@ def test_a_step_that_wants_no_logits_still_fills_the_cache(tiny: Path, load: Any
 def test_real_model_greedy_text_equals_transformers(real_model: Path, load: Any, weights: str, attention: str) -> None:
     """All prompts decode together. Only where the reference itself nearly ties may another token follow."""
     cases = json.loads(REFERENCE.read_text())["cases"]
-    count = 80 if attention == "numba" else 24  # the torch model is slow; its logits are compared above
+    count = 80
+    if attention == "torch":  # slow; its logits are compared with the reference above
+        cases, count = cases[:2], 6
     model = load(real_model, weights, attention, blocks=64)
     sequences = [Sequence(list(c["ids"]), list(range(i * 8, i * 8 + 8)), slot=i) for i, c in enumerate(cases)]
     logits = run(model, [(s, len(s.ids)) for s in sequences], 16, every_logit=False)

@@ -14,8 +14,27 @@ from numba import njit
 
 from executor_svc.backends.cpu.native.gemm import make_block
 from executor_svc.backends.cpu.native.layout import (
-    ATTENDED, BLOCK_SIZE, BLOCK_TABLES, FLOATS, GROUP, HEAD_DIM, ITEM_COUNT, ITEM_POSITION, ITEM_ROW, ITEM_SIZE,
-    ITEM_TOKEN, ITEMS, KEYS, KV_HEADS, KV_SIZE, MAX_BLOCKS, Q_SIZE, QKV_OUT, QUERY_ROWS, SCALE, VALUES,
+    ATTENDED,
+    BLOCK_SIZE,
+    BLOCK_TABLES,
+    FLOATS,
+    GROUP,
+    HEAD_DIM,
+    ITEM_COUNT,
+    ITEM_POSITION,
+    ITEM_ROW,
+    ITEM_SIZE,
+    ITEM_TOKEN,
+    ITEMS,
+    KEYS,
+    KV_HEADS,
+    KV_SIZE,
+    MAX_BLOCKS,
+    Q_SIZE,
+    QKV_OUT,
+    QUERY_ROWS,
+    SCALE,
+    VALUES,
 )  # fmt: skip
 from executor_svc.backends.cpu.native.rows import KV_TILE, copy_row, scale_row, softmax_row
 from executor_svc.backends.cpu.native.vector import LANES, load_float, load_int, store_float

@@ -61,7 +61,8 @@ class NativeDecoder:
         self._num_slots = 0
         self._phases = at.PHASES * (config.num_layers - 1) + at.LAST_LAYER_PHASES
         counter_size = (len(self._phases) + 1) * at.COUNTER_BYTES // 8
-        self._team = Team(load_forward(weights), threads, at.STEP_SIZE, counter_size)
+        kept = self._model, self._layers, self._floats
+        self._team = Team(load_forward(weights), threads, at.STEP_SIZE, counter_size, kept)
         self._last: Context | None = None
         scratch_bytes = -(-scratch_floats(config.head_dim) * 4 // 4096) * 4096  # no two threads share a page
         self._scratch = torch.zeros(threads * scratch_bytes // 4 + 1024)
@@ -181,5 +182,3 @@ def attention_items(metadata: StepMetadata, most: int) -> Table:
     items[:, at.ITEM_COUNT] = np.minimum(most, lens[rows] - offsets)
     items[:, at.ITEM_POSITION] = metadata.seq_lens[rows] + offsets
     return items
-
-

@@ -10,11 +10,55 @@ from numba import carray, cfunc, njit, types
 from executor_svc.backends.cpu.native.attention import make_attend_item, write_kv
 from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512, make_block
 from executor_svc.backends.cpu.native.layout import (
-    ACTIVATED, ATTENDED, ATTENDED_WANTED, COUNTER_BYTES, COUNTERS, CYCLES_OFFSET, DELTA, DOWN, EPSILON, FINAL_NORM, FLOATS, GATE_UP,
-    GATE_UP_OUT, HEAD, HEAD_DIM, HIDDEN, INPUT_NORM, INTERMEDIATE, INVERSE_HIDDEN, KEYS, KV_HEADS, KV_SIZE, KV_SLOTS,
-    LAYER_SIZE, LAYERS, LOGITS, MODEL, MODEL_SIZE, NORMED, NUM_ITEMS, NUM_LAYERS, OUTPUT, POSITIONS, POST_NORM, Q_SIZE,
-    QKV, QKV_OUT, ROPE, SCRATCH, SCRATCH_BYTES, STEP_SIZE, TOKENS, VALUES, VOCAB_PANELS, WANTED, WANTED_INDICES,
-    WEIGHT_BYTES, X, X_WANTED,
+    ACTIVATED,
+    ATTENDED,
+    ATTENDED_WANTED,
+    COUNTER_BYTES,
+    COUNTERS,
+    CYCLES_OFFSET,
+    DELTA,
+    DOWN,
+    EPSILON,
+    FINAL_NORM,
+    FLOATS,
+    GATE_UP,
+    GATE_UP_OUT,
+    HEAD,
+    HEAD_DIM,
+    HIDDEN,
+    INPUT_NORM,
+    INTERMEDIATE,
+    INVERSE_HIDDEN,
+    KEYS,
+    KV_HEADS,
+    KV_SIZE,
+    KV_SLOTS,
+    LAYER_SIZE,
+    LAYERS,
+    LOGITS,
+    MODEL,
+    MODEL_SIZE,
+    NORMED,
+    NUM_ITEMS,
+    NUM_LAYERS,
+    OUTPUT,
+    POSITIONS,
+    POST_NORM,
+    Q_SIZE,
+    QKV,
+    QKV_OUT,
+    ROPE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    STEP_SIZE,
+    TOKENS,
+    VALUES,
+    VOCAB_PANELS,
+    WANTED,
+    WANTED_INDICES,
+    WEIGHT_BYTES,
+    X_WANTED,
+    X,
 )  # fmt: skip
 from executor_svc.backends.cpu.native.phases import finish, take
 from executor_svc.backends.cpu.native.rows import add_norm_row, copy_row, rotate_head, silu_mul_row
@@ -84,7 +128,7 @@ def make_forward(weights: str, avx512: bool) -> Any:
     """
     tiles = TILES_AVX512 if avx512 else TILES_AVX2
     product = make_block(weights, False, tiles)
-    attend_item = make_attend_item({rows: 1 for rows in tiles}, tiles)
+    attend_item = make_attend_item(dict.fromkeys(tiles, 1), tiles)
 
     @njit(nogil=True, error_model="numpy")
     def product_phase(counter, model, rows, panels, x, k, w, y, activated):  # type: ignore[no-untyped-def]
@@ -164,9 +208,7 @@ def make_forward(weights: str, avx512: bool) -> Any:
             )  # fmt: skip
             counter += COUNTER_BYTES
             down = load_int(layer + 8 * DOWN)
-            product_phase(
-                counter, model, rows, hidden // LANES, step[ACTIVATED], intermediate, down, step[DELTA], 0
-            )
+            product_phase(counter, model, rows, hidden // LANES, step[ACTIVATED], intermediate, down, step[DELTA], 0)
             counter += COUNTER_BYTES
         norm_phase(counter, model, rows, x, step[DELTA], model[FINAL_NORM], step[NORMED], 1)
         counter += COUNTER_BYTES

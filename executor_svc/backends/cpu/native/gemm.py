@@ -19,7 +19,7 @@ BYTES = {"float16": 2, "float32": 4}
 _ELEMENT = {"float16": F16, "float32": F32}
 
 # Rows x panels that fit the vector registers: 32 of 16 lanes (AVX-512), or 16 of 8 lanes (AVX2).
-TILES_AVX512 = {rows: 2 for rows in range(1, 13)}
+TILES_AVX512 = dict.fromkeys(range(1, 13), 2)
 TILES_AVX2 = {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
 
 
@@ -39,7 +39,16 @@ def _tile(rows: int, panels: int, element: ir.Type, scaled: bool) -> Any:
 
     @kernel(9)
     def tile(
-        e: Emitter, x: Any, x_stride: Any, w: Any, k_step: Any, panel_step: Any, k: Any, y: Any, y_stride: Any, scale: Any
+        e: Emitter,
+        x: Any,
+        x_stride: Any,
+        w: Any,
+        k_step: Any,
+        panel_step: Any,
+        k: Any,
+        y: Any,
+        y_stride: Any,
+        scale: Any,
     ) -> None:
         x_rows = [e.at(x, e.b.mul(x_stride, I64(r))) for r in range(rows)]
         y_tiles = [

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba import njit
 
-from executor_svc.backends.cpu.native.vector import F32, I32, I64, INT_VECTOR, LANES, Emitter, kernel, load_float, store_float
-from llvmlite import ir
+from executor_svc.backends.cpu.native.vector import (
+    F32,
+    I32,
+    I64,
+    INT_VECTOR,
+    LANES,
+    Emitter,
+    kernel,
+    load_float,
+    store_float,
+)
 
 KV_TILE = 64  # tokens of one softmax tile
 _VECTORS = KV_TILE // LANES
@@ -75,9 +85,7 @@ def softmax_row(e: Emitter, scores: Any, visible: Any, largest: Any, total: Any,
     before = e.load_scalar(largest)
     now = e.maximum(before, e.reduce(_tree(values, e.maximum), e.maximum))
     base = e.broadcast(now)
-    weights = [
-        e.b.select(masks[v], e.exp(e.b.fsub(values[v], base)), e.constant(0.0)) for v in range(_VECTORS)
-    ]
+    weights = [e.b.select(masks[v], e.exp(e.b.fsub(values[v], base)), e.constant(0.0)) for v in range(_VECTORS)]
     for v in range(_VECTORS):
         e.store(weights[v], e.at(scores, 4 * LANES * v))
     shrink_vector = e.exp(e.b.fsub(e.broadcast(before), base))

@@ -17,9 +17,11 @@ import numpy.typing as npt
 
 
 class Context:
-    """The step table and counters of one step; ``inside`` helpers may still read them."""
+    """The step table and counters of one step; ``inside`` helpers may still read them, and what the table points to
+    outside the items' data: ``kept`` keeps that alive until they have left."""
 
-    def __init__(self, step_size: int, counter_size: int) -> None:
+    def __init__(self, step_size: int, counter_size: int, kept: tuple[object, ...]) -> None:
+        self.kept = kept
         self.step: npt.NDArray[np.int64] = np.zeros(step_size, np.int64)
         self.counters: npt.NDArray[np.int64] = np.zeros(counter_size, np.int64)
         self.inside = 0
@@ -28,10 +30,12 @@ class Context:
 class Team:
     """``threads - 1`` helper threads and the caller. ``function(step address)`` releases the interpreter lock."""
 
-    def __init__(self, function: Callable[[int], None], threads: int, step_size: int, counter_size: int) -> None:
+    def __init__(
+        self, function: Callable[[int], None], threads: int, step_size: int, counter_size: int, kept: tuple[object, ...]
+    ) -> None:
         self.threads = threads
         self._function = function
-        self._sizes = step_size, counter_size
+        self._new_context = step_size, counter_size, kept
         self._state = _State()
         for index in range(threads - 1):
             thread = threading.Thread(
@@ -45,7 +49,7 @@ class Team:
         with self._state.lock:
             free = next((c for c in self._state.contexts if c.inside == 0), None)
             if free is None:
-                free = Context(*self._sizes)
+                free = Context(*self._new_context)
                 self._state.contexts.append(free)
         free.counters[:] = 0
         return free

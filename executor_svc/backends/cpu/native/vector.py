@@ -131,9 +131,7 @@ class Emitter:
     def _call(self, name: str, *arguments: ir.Value) -> ir.Value:
         module = self.b.module
         kind = arguments[0].type
-        function = module.globals.get(name) or ir.Function(
-            module, ir.FunctionType(kind, [kind] * len(arguments)), name
-        )
+        function = module.globals.get(name) or ir.Function(module, ir.FunctionType(kind, [kind] * len(arguments)), name)
         return self.b.call(function, arguments)
 
 

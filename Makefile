@@ -15,11 +15,12 @@ ifeq ($(origin BENCH),undefined)
 BENCH := --concurrency 8 --num-requests 32 --input-tokens 128 --output-tokens 128 --ignore-eos
 endif
 
+# As given: a dollar sign in it is not make's, and, through the environment, no shell reads it as code either.
+override PROMPT := $(value PROMPT)
 export PROMPT
 
 .PHONY: run serve test test-all lint format protos bench constraints clean run-deps dev-deps
 
-# The prompt goes through the environment: no shell ever reads it as code.
 run: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) -- \
 	  $(PY) -m stepwire generate --chat --max-tokens 128 --address {address} "$$PROMPT"

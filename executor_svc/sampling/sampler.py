@@ -55,7 +55,7 @@ def sample(logits: Float32, rows: SampleRows) -> SamplerOutput:
             tops[i] = logits[i, tokens[i]]
     if rows.draws is not None:
         _draw(logits, tops, ok, rows.draws, rows, tokens)
-    logprobs = tuple(_logprobs(rows, i, raw[i], int(tokens[i])) for i, _ in rows.special if i in raw)
+    logprobs = tuple(_logprobs(rows, i, seq, raw[i], int(tokens[i])) for i, seq in rows.special if i in raw)
     if faults:
         tokens[~ok] = FAULT_TOKEN
     return SamplerOutput(tokens, ok, tuple(faults), logprobs)
@@ -100,8 +100,7 @@ def _fault(rows: SampleRows, i: int, status: int, detail: str) -> RowFault:
     return RowFault(slot=int(rows.slots[i]), generation=int(rows.generations[i]), status=status, detail=detail[:4096])
 
 
-def _logprobs(rows: SampleRows, i: int, raw: Float32, token: int) -> SlotLogprobs:
-    sequence = next(s for j, s in rows.special if j == i)
+def _logprobs(rows: SampleRows, i: int, sequence: Sequence, raw: Float32, token: int) -> SlotLogprobs:
     assert sequence.rules is not None
     row = row_logprobs(raw, token, sequence.rules.logprobs, int(rows.positions[i]))
     return SlotLogprobs(slot=int(rows.slots[i]), generation=int(rows.generations[i]), rows=(row,))

@@ -6,15 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor_svc.errors import RowError
-from executor_svc.sampling.draw import _EXP2, _OCTAVES, _SCALE, MAX_WEIGHT, _weight, draw_rows
+from executor_svc.sampling.draw import _EXP2, _OCTAVES, _SCALE, MAX_WEIGHT, _draw_rows, _weight, draw_rows
 from executor_svc.sampling.philox import draw_bits
 from executor_svc.sampling.rows import SampleRows, SlotParams
 from executor_svc.sampling.rules import parse_rules
-from executor_svc.sampling.sampler import SamplerOutput, sample
+from executor_svc.sampling.sampler import SamplerOutput, sample, warm_up
 from executor_svc.sequence import Sequence
 from protos.step import ALL_MASKED, BAD_PARAMETER, NON_FINITE, Admission, SamplingParams
 from protos.wire import pack_int32
@@ -208,6 +209,14 @@ def test_draws_follow_the_distribution() -> None:
     expected = p / p.sum() * n
     statistic = float(((np.bincount(tokens, minlength=vocab) - expected) ** 2 / expected).sum())
     assert statistic < 37.7
+
+
+def test_warming_up_compiles_what_a_draw_runs() -> None:
+    warm_up(VOCAB)
+    compiled = list(_draw_rows.signatures)
+    logits = torch.zeros(3, VOCAB).numpy()
+    run(logits, [Row(SamplingParams(seed=i, top_p=0.5), [1], []) for i in range(3)])
+    assert _draw_rows.signatures == compiled
 
 
 def test_draws_are_pinned() -> None:

@@ -17,7 +17,7 @@ from protos.step import RowFault, StepResult
 from protos.wire import Int32, WireError, pack_int32, unpack_int32
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.outbox import Outbox
-from scheduler_svc.core.pipeline import PlanRecord
+from scheduler_svc.core.pipeline import PlanRecord, Rows
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.slots import TAIL
@@ -74,7 +74,7 @@ class Committer:
                 table.done[slot] += count
 
         delivery = _Delivery()
-        live = table.live_generation[slots] == generations
+        live = table.live_generation.take(slots) == generations
         if live.all():
             ended = self._apply_live(executor, slots, tokens, delivery)
         else:
@@ -97,13 +97,13 @@ class Committer:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _apply_live(
-        self, executor: ExecutorState, slots: Int32, tokens: Int32, delivery: _Delivery
+        self, executor: ExecutorState, slots: Rows, tokens: Int32, delivery: _Delivery
     ) -> list[tuple[Sequence, int, int]]:
         """Rows of sequences that still sit in their slots. Returns those that ended: (sequence, reason, token)."""
         if not len(slots):
             return []
         table = executor.table
-        length = table.length[slots]
+        length = table.length.take(slots)
         position = (length + slots) & (TAIL - 1)
         table.tail[slots, position] = tokens
         length += 1
@@ -113,16 +113,16 @@ class Committer:
             for slot in slots[wrapped].tolist():
                 table.flush(slot)
 
-        choices = table.choice[slots] if table.num_choices else _NO_CHOICES
-        delivery.add(table.worker[slots], table.stream[slots], choices, tokens)
+        choices = table.choice.take(slots) if table.num_choices else _NO_CHOICES
+        delivery.add(table.worker.take(slots), table.stream.take(slots), choices, tokens)
 
-        over = length >= table.limit[slots]
-        stopped = executor.model.is_eos[tokens]
+        over = length >= table.limit.take(slots)
+        stopped = executor.model.is_eos.take(tokens)
         if table.num_ignore_eos:
-            stopped &= ~table.ignore_eos[slots]
+            stopped &= ~table.ignore_eos.take(slots)
         over |= stopped
         if table.num_with_stop_ids:
-            over |= table.has_stop_ids[slots]
+            over |= table.has_stop_ids.take(slots)
         ended: list[tuple[Sequence, int, int]] = []
         for row in np.flatnonzero(over).tolist():
             sequence = table.sequences[slots[row]]
@@ -135,7 +135,7 @@ class Committer:
     def _apply_gone(
         self,
         executor: ExecutorState,
-        slots: Int32,
+        slots: Rows,
         generations: Int32,
         tokens: Int32,
         delivery: _Delivery,
@@ -233,7 +233,7 @@ def end_reason(sequence: Sequence, token: int, length: int, is_eos: bool) -> int
     return front.LENGTH if length >= sequence.limit else 0
 
 
-def _matched(executor: ExecutorState, result: StepResult) -> tuple[PlanRecord, Int32, Int32, Int32]:
+def _matched(executor: ExecutorState, result: StepResult) -> tuple[PlanRecord, Rows, Int32, Int32]:
     """The record that this result answers, and (slots, generations, tokens) of its rows that have tokens."""
     if not executor.inflight:
         raise Divergence(f"an answer to plan {result.seq}; none is unanswered")
@@ -247,7 +247,7 @@ def _matched(executor: ExecutorState, result: StepResult) -> tuple[PlanRecord, I
     if result.faults:
         keep = _without_faults(record, result.faults)
         slots, generations = slots[keep], generations[keep]
-        slot_bytes, generation_bytes = slots.tobytes(), generations.astype("<u2").tobytes()
+        slot_bytes, generation_bytes = slots.astype("<i4").tobytes(), generations.astype("<u2").tobytes()
     if result.slots != slot_bytes or result.generations != generation_bytes:
         raise Divergence(f"plan {record.seq} was answered for rows that it did not ask for")
     if result.counts and result.counts != b"\x01" * len(slots):

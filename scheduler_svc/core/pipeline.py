@@ -14,12 +14,14 @@ import numpy.typing as npt
 from protos.step import StepPlan
 from protos.wire import Int32
 
+Rows = npt.NDArray[np.intp]  # slot numbers as numpy indexes with them: three times as fast as int32 ones
+
 
 @dataclass(slots=True, eq=False)
 class PlanRecord:
     seq: int
     digest: int
-    slots: Int32  # [S] sampling rows, in the order of the result
+    slots: Rows  # [S] sampling rows, in the order of the result
     generations: Int32  # [S]
     slot_bytes: bytes  # as the result must state them
     generation_bytes: bytes
@@ -33,17 +35,17 @@ class PlanRecord:
 
 
 def make_record(
-    plan: StepPlan, slots: Int32, generation: npt.NDArray[np.int32], prefill: list[tuple[int, int, int]], now: float
+    plan: StepPlan, slots: Rows, generation: npt.NDArray[np.int32], prefill: list[tuple[int, int, int]], now: float
 ) -> PlanRecord:
     """The record of ``plan``, whose sampling rows are ``slots`` under the whole ``generation`` column."""
-    generations = generation[slots]
+    generations = generation.take(slots)
     num_decode = len(plan.decode) // 4
     return PlanRecord(
         seq=plan.seq,
         digest=plan.digest,
         slots=slots,
         generations=generations,
-        slot_bytes=slots.tobytes(),
+        slot_bytes=plan.decode if len(slots) == num_decode else slots.astype("<i4").tobytes(),
         generation_bytes=generations.astype("<u2").tobytes(),
         prefill=prefill,
         tokens=num_decode + sum(count for _, _, count in prefill),

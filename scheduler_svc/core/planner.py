@@ -22,7 +22,7 @@ from protos.wire import Int32, pack_int32
 from scheduler_svc.core import policy
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
-from scheduler_svc.core.pipeline import PlanRecord, make_record
+from scheduler_svc.core.pipeline import PlanRecord, Rows, make_record
 from scheduler_svc.core.prefix_cache import Entry
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.routing import Routing
@@ -32,6 +32,7 @@ from scheduler_svc.core.suspects import Suspects
 from scheduler_svc.core.workers import Workers
 
 _NONE = np.empty(0, dtype=np.int32)
+_NO_ROWS = np.empty(0, dtype=np.intp)
 
 
 class Draft:
@@ -41,8 +42,8 @@ class Draft:
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.decode: Int32 = _NONE
-        self.appended_slots: Int32 = _NONE
+        self.decode: Rows = _NO_ROWS
+        self.appended_slots: Rows = _NO_ROWS
         self.appended_blocks: Int32 = _NONE
         self.admitted: dict[int, Sequence] = {}  # by slot
         self.prefill: list[tuple[int, int, int]] = []  # (slot, generation, count)
@@ -68,7 +69,7 @@ class Planner:
         draft = Draft(budget)
         table = executor.table
         high = table.high
-        rows = np.flatnonzero(table.planned_length[:high] < table.bound[:high]).astype(np.int32)
+        rows = np.flatnonzero(table.planned_length[:high] < table.bound[:high])
         rows, draft.credit = policy.within_credit(executor, rows, self._workers, fleet)
 
         alone = self._isolated(executor)
@@ -91,7 +92,7 @@ class Planner:
 
     # -- decode ------------------------------------------------------------------------------------------------------
 
-    def _add_decode(self, executor: ExecutorState, rows: Int32, draft: Draft, now: float) -> None:
+    def _add_decode(self, executor: ExecutorState, rows: Rows, draft: Draft, now: float) -> None:
         """Count the decode rows, and give a block to each that starts one."""
         table = executor.table
         rows, planned, lacking = self._with_blocks(executor, rows, now)
@@ -107,13 +108,13 @@ class Planner:
             draft.appended_slots, draft.appended_blocks = lacking, blocks
         table.planned_length[rows] = planned + 1
 
-    def _with_blocks(self, executor: ExecutorState, rows: Int32, now: float) -> tuple[Int32, Int32, Int32]:
+    def _with_blocks(self, executor: ExecutorState, rows: Rows, now: float) -> tuple[Rows, Int32, Rows]:
         """The rows that have, or can be given, a block for their next token; others are preempted for them. Returns
         (rows, their planned lengths, those of them that need a block)."""
         table = executor.table
         while True:
-            planned = table.planned_length[rows]
-            needs = planned > table.capacity[rows]
+            planned = table.planned_length.take(rows)
+            needs = planned > table.capacity.take(rows)
             lacking = rows[needs]
             if len(lacking) <= executor.pool.available:
                 return rows, planned, lacking
@@ -130,7 +131,7 @@ class Planner:
                 # Nothing moves: all but the first in order give way, which fits alone (door.py).
                 victim = policy.victim(executor, others, runnable, forced=True)
             if victim is None:
-                return _NONE, _NONE, _NONE
+                return _NO_ROWS, _NONE, _NO_ROWS
             gone = victim.slot
             self._residency.preempt(executor, victim, now)
             rows = rows[rows != gone]
@@ -161,6 +162,8 @@ class Planner:
 
     def _admit(self, executor: ExecutorState, alone: Sequence | None, draft: Draft, now: float) -> None:
         """Admissions in queue order, until budget, slots or blocks are spent."""
+        if alone is None and not len(executor.model.queue):
+            return
         full = executor.table.free == 0 or executor.pool.available == 0
         if full and alone is None and not self._idle(executor, draft, self._may_run(executor, draft)):
             return  # the common case under load, for nothing
@@ -287,9 +290,11 @@ class Planner:
         executor.released.clear()
         admitted = np.fromiter(draft.admitted, dtype=np.int32, count=len(draft.admitted))
         prefill = np.array([(slot, count) for slot, _, count in draft.prefill], dtype=np.int32).reshape(-1, 2)
-        touched = draft.decode
+        decode = draft.decode.astype("<i4")
+        touched = decode
         if len(admitted) or len(draft.appended_slots) or len(prefill):
-            touched = np.concatenate([admitted, draft.appended_slots, draft.decode, prefill[:, 0]])
+            appended_slots = draft.appended_slots.astype(np.int32)
+            touched = np.concatenate([admitted, appended_slots, decode, prefill[:, 0]])
         executor.seq += 1
         executor.digest = plan_digest(
             executor.digest, executor.seq, released, touched, table.generation, table.num_blocks, table.last_block
@@ -304,7 +309,7 @@ class Planner:
             epoch=executor.epoch,
             seq=executor.seq,
             digest=executor.digest,
-            decode=pack_int32(draft.decode),
+            decode=decode.tobytes(),
             released=released.tobytes(),
             appended=appended,
             admitted=tuple(_admission(executor, slot, sequence) for slot, sequence in draft.admitted.items()),
@@ -312,7 +317,7 @@ class Planner:
         )
         sampling = draft.decode
         if draft.sampled:
-            sampling = np.concatenate([draft.decode, np.array(draft.sampled, dtype=np.int32)])
+            sampling = np.concatenate([draft.decode, np.array(draft.sampled, dtype=np.intp)])
         executor.inflight.append(make_record(plan, sampling, table.generation, draft.prefill, now))
         return plan
 

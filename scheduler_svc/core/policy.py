@@ -14,13 +14,13 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from protos.wire import Int32
 from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.pipeline import Rows
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.workers import Workers
 
 
-def within_budget(executor: ExecutorState, rows: Int32, budget: int, prefill_waits: bool) -> Int32:
+def within_budget(executor: ExecutorState, rows: Rows, budget: int, prefill_waits: bool) -> Rows:
     """Of the decode rows that are ready (slots, ascending), those for this step."""
     room = budget - max(1, budget // 8) if prefill_waits and budget > 1 else budget
     if len(rows) <= room:
@@ -28,7 +28,7 @@ def within_budget(executor: ExecutorState, rows: Int32, budget: int, prefill_wai
     return rotate(executor, rows, room)
 
 
-def rotate(executor: ExecutorState, rows: Int32, room: int) -> Int32:
+def rotate(executor: ExecutorState, rows: Rows, room: int) -> Rows:
     """``room`` of the rows, starting where the last step that could not take all of them stopped."""
     start = int(np.searchsorted(rows, executor.rotor))
     picked = np.concatenate([rows[start:], rows[:start]])[:room]
@@ -38,8 +38,8 @@ def rotate(executor: ExecutorState, rows: Int32, room: int) -> Int32:
 
 
 def within_credit(
-    executor: ExecutorState, rows: Int32, workers: Workers, executors: list[ExecutorState]
-) -> tuple[Int32, dict[int, int]]:
+    executor: ExecutorState, rows: Rows, workers: Workers, executors: list[ExecutorState]
+) -> tuple[Rows, dict[int, int]]:
     """Decode rows whose worker has credit for one more token each, and what is left for prefill rows.
 
     The second value maps a worker's index to the tokens that it may still be sent beyond these rows; a worker that is

@@ -28,9 +28,8 @@ def _llama3(inverse: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     high_wavelength = rope.original_context / rope.high_freq_factor
     wavelength = 2 * math.pi / inverse
     slowed = torch.where(wavelength > low_wavelength, inverse / rope.factor, inverse)
-    smooth = (rope.original_context / wavelength - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
+    span = rope.high_freq_factor - rope.low_freq_factor
+    smooth = (rope.original_context / wavelength - rope.low_freq_factor) / span
     between = (1 - smooth) * slowed / rope.factor + smooth * slowed
     is_between = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
     return torch.where(is_between, between, slowed)

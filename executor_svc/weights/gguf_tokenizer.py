@@ -71,7 +71,7 @@ def build_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> BuiltTokenize
     types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(tokens) != vocab_size or len(types) != vocab_size or len(set(tokens)) != vocab_size:
         raise CheckpointError(f"gguf: {len(tokens)} tokens, {len(types)} types, embedding of {vocab_size} rows")
-    merges = [tuple(m.split(" ")) for m in _strings(fields, "tokenizer.ggml.merges")]
+    merges = [_pair(merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
     try:
         tokenizer = Tokenizer(
             models.BPE(
@@ -103,6 +103,11 @@ def build_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> BuiltTokenize
             ]
         )
     return BuiltTokenizer(tokenizer.to_str().encode(), special, bos, eos, add_bos)
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
 
 
 def _strings(fields: Mapping[str, Any], key: str) -> list[str]:

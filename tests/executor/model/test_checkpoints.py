@@ -108,7 +108,8 @@ def test_end_of_turn_is_an_end_of_sequence(copy: Path) -> None:
     checkpoint = open_checkpoint(edit_config(copy, eos_token_id=0))
     assert checkpoint.config.eos_token_ids == (0, 2)
     stated = json.loads(checkpoint.assets["generation_config.json"])
-    assert stated["eos_token_id"] == [0, 2] and stated["temperature"] == 0.7 and stated["top_p"] == 0.9
+    assert stated["eos_token_id"] == [0, 2]
+    assert (stated["temperature"], stated["top_p"]) == (0.7, 0.9)
 
 
 @pytest.mark.parametrize(

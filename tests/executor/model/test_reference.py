@@ -100,7 +100,7 @@ def test_only_wanted_logits(tiny: Path, load: Any, attention: str) -> None:
     run(model, [(every, 40)], 16)
     last = Sequence(ids, [4, 5, 6])
     logits = run(model, [(last, 40)], 16, every_logit=False)
-    assert logits.shape == (1, 384) and logits.dtype == torch.float32
+    assert (logits.shape, logits.dtype) == ((1, 384), torch.float32)
     assert torch.equal(logits[0], every.logits[0][-1])
 
 

@@ -99,7 +99,8 @@ def make_tiles(dtype: str, scaled: bool, tiles: dict[int, int]) -> Any:
             scope[name] = _tile(rows, w, _ELEMENT[dtype], scaled)
             lines.append(f"        while p + {w} <= panels:")
             lines.append(
-                f"            {name}(x, x_stride, w + p * panel_step, k_step, panel_step, k, y + p * {4 * LANES}, y_stride, scale)"
+                f"            {name}(x, x_stride, w + p * panel_step, k_step, panel_step, k, y + p * {4 * LANES},"
+                " y_stride, scale)"
             )
             lines.append(f"            p += {w}")
     exec("\n".join(lines), scope)

@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire import Client
-from tests.e2e.process import TIMEOUT, Process, bounded, children, gone
+from tests.e2e.process import START_TIMEOUT, TIMEOUT, Process, bounded, children, gone
 from tests.e2e.status import StatusClient
 
 # One thread: the tests share the machine. Compiled kernels are kept between processes.
@@ -115,23 +116,34 @@ class Cluster:
     def client(self, **options: Any) -> Client:
         return Client(self.address, **options)
 
-    def stub(self, channel: grpc.Channel) -> pb_grpc.InferenceStub:
-        return pb_grpc.InferenceStub(channel)
-
     def models(self) -> dict[str, pb.Model]:
-        with grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-            response = pb_grpc.InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
+        with self.channel() as channel:
+            return self._models(channel)
+
+    def channel(self) -> grpc.Channel:
+        """A connection of its own: with several API workers, perhaps to another one each time."""
+        return grpc.insecure_channel(self.address, [("grpc.use_local_subchannel_pool", 1)])
+
+    @staticmethod
+    def _models(channel: grpc.Channel) -> dict[str, pb.Model]:
+        response = pb_grpc.InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
         return {model.name: model for model in response.models}
 
     def wait_ready(self, executors: int = 1, model: str = "") -> None:
         """Waits until ``executors`` of the model (of each model, where no name is given) are ready."""
-        for _ in bounded(TIMEOUT, lambda: f"not ready: {self.logs()}"):
-            with contextlib.suppress(grpc.RpcError):
-                ready = [m.executors_ready for name, m in self.models().items() if model in ("", name)]
+        with HealthWatch(self.address) as health:
+            health.wait_for("SERVING", START_TIMEOUT, self._check_alive)
+        with self.channel() as channel:
+            for _ in bounded(START_TIMEOUT, lambda: f"not ready: {self.logs()}", poll=0.1):
+                ready = [m.executors_ready for name, m in self._models(channel).items() if model in ("", name)]
                 if ready and min(ready) >= executors:
                     return
-            for process in self.executors.values():
-                assert process.alive or process.popen.returncode == -signal.SIGKILL, process.text()[-4000:]
+                self._check_alive()
+
+    def _check_alive(self) -> None:
+        """No process ended but those that a test killed or stopped."""
+        for process in self.executors.values():
+            assert process.alive or process.popen.returncode in (0, -signal.SIGKILL), process.text()[-4000:]
 
     # ---- the core's own view
 
@@ -186,14 +198,15 @@ class HealthWatch:
                     self.seen.append(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
                     self._changed.notify_all()
 
-    def wait_for(self, status: str, timeout: float = TIMEOUT) -> None:
-        """Waits until the newest status is this one."""
+    def wait_for(self, status: str, timeout: float = TIMEOUT, check: Callable[[], None] = lambda: None) -> None:
+        """Waits until the newest status is this one; ``check`` is called now and then, and may fail."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self.seen or self.seen[-1] != status:
                 left = deadline - time.monotonic()
                 assert left > 0, f"health stays {self.seen}, not {status}"
-                self._changed.wait(left)
+                check()
+                self._changed.wait(min(left, 0.5))
 
     def close(self) -> None:
         self._call.cancel()

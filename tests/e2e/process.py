@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 POLL = 0.02  # seconds between looks at a file or at /proc; every wait ends on an event, never on a time alone
 TIMEOUT = 60.0
+START_TIMEOUT = 110.0  # an executor's: the first one after a change of the kernels compiles them
 
 
 class Process:
@@ -78,14 +79,14 @@ class Process:
         self._output.close()
 
 
-def bounded(timeout: float, message: object) -> Iterator[None]:
+def bounded(timeout: float, message: object, poll: float = POLL) -> Iterator[None]:
     """Yields now and then until ``timeout`` seconds have passed, then fails with ``message`` (called if callable)."""
     deadline = time.monotonic() + timeout
     while True:
         yield
         if time.monotonic() > deadline:
             raise AssertionError(message() if callable(message) else message)
-        time.sleep(POLL)
+        time.sleep(poll)
 
 
 def children(pid: int) -> dict[int, str]:

@@ -64,3 +64,17 @@ def test_both_api_workers_serve(fleet: Cluster) -> None:
     else:
         pytest.fail(f"one worker got every connection: {served} -> {now}")
     settled(fleet)
+
+
+def test_an_executor_drains_under_load(fleet: Cluster, alone: list[Answer]) -> None:
+    """SIGTERM: what it ran goes on elsewhere or ends there, nothing is lost, and it leaves with status 0."""
+    messages = common_requests()
+    for message in messages:
+        message.model = "tiny"
+    leaving = fleet.executors["tiny-2"]
+    answers = generate(
+        fleet.address, messages, lambda index, answer: leaving.terminate() if len(answer.ids) > 8 else None
+    )
+    assert ids(answers) == ids(alone)
+    assert leaving.wait() == 0
+    assert [e["name"] for e in settled(fleet)["executors"] if e["model"] == "tiny"] == ["tiny-1"]

@@ -118,7 +118,9 @@ class CoreLink:
                 future = self._chunks[key] = asyncio.get_running_loop().create_future()
                 self._send(front.FetchAsset(asset.sha256, offset, min(CHUNK_BYTES, asset.size - offset)))
             try:
-                chunk = await asyncio.wait_for(asyncio.shield(future), self.config.asset_timeout)
+                # Not wait_for: on 3.11 it forgets a cancellation that comes together with the answer.
+                async with asyncio.timeout(self.config.asset_timeout):
+                    chunk = await asyncio.shield(future)
             except TimeoutError:
                 raise AssetFault(f"no answer for {asset.kind} at {offset}") from None
             finally:

@@ -186,6 +186,7 @@ class ModelRegistry:
         return data
 
     async def close(self) -> None:
+        self._models.clear()
         tasks = list(self._loads.values())
         for task in tasks:
             task.cancel()

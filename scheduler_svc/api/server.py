@@ -102,13 +102,13 @@ class ApiServer:
         self.health.leave()
         self.health.close()
         await self._server.stop(0.2)
+        await self.models.close()
         self.link.detach()
         for task in self._tasks:
             task.cancel()
         for result in await asyncio.gather(*self._tasks, return_exceptions=True):
             if isinstance(result, Exception):
                 log.error("task failed", extra={"reason": repr(result)})
-        await self.models.close()
         self.service.close()
         self._context.term()
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 import zmq.asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from protos import front
 from protos.stepwire.v1 import inference_pb2 as pb
@@ -394,3 +395,55 @@ async def test_process_serves_and_drains_on_sigterm() -> None:
             await channel.close()
             await core.die()
             context.term()
+
+
+@run_async
+async def test_stopping_while_files_are_under_way() -> None:
+    async with rig(ready=False) as r:
+        r.core.files["tokenizer.json"] = b""
+        await r.core.until(lambda: r.core.got(front.FetchAsset))
+        r.core.silent = True
+
+
+@run_async
+async def test_an_address_in_use_is_an_error() -> None:
+    async with rig(ready=False) as r:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "scheduler_svc.api", "--front", "ipc:///nonexistent/front"),
+            *("--listen", f"127.0.0.1:{r.server.port}"),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 1
+        assert b"cannot listen" in errors
+
+
+@pytest.mark.parametrize("on", [True, False])
+@run_async
+async def test_reflection_can_be_switched(on: bool) -> None:
+    async with rig(ready=False, reflection=on) as r:
+        stub = reflection_pb2_grpc.ServerReflectionStub(r.channel)
+        call = stub.ServerReflectionInfo()
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        if not on:
+            assert await call.code() == grpc.StatusCode.UNIMPLEMENTED
+            return
+        answer = await call.read()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {"stepwire.v1.Inference", "grpc.health.v1.Health"} <= names
+        await call.done_writing()
+
+
+@run_async
+async def test_a_new_stream_is_not_starved_by_busy_ones() -> None:
+    """With others that always have tokens, the first message of a new one comes while they run."""
+    async with rig() as r:
+        r.core.per_row = 2
+        busy = [asyncio.create_task(r.stream(text_request(stopping=pb.Stopping(max_tokens=200)))) for _ in range(30)]
+        await r.core.until(lambda: len(r.core.runs) == 30)
+        call = r.stub.GenerateStream(text_request())
+        assert (await call.read()).HasField("started")
+        assert not any(task.done() for task in busy)
+        call.cancel()
+        await asyncio.gather(*busy)

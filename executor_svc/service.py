@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -93,7 +94,8 @@ class ExecutorService:
     def stop(self) -> None:
         """Ask to drain (from any thread); a second call: leave now."""
         self._stops += 1
-        self._wake_write.send(b"\0")
+        with contextlib.suppress(OSError):  # it has left already, or more wakes are queued than it needs
+            self._wake_write.send(b"\0")
 
     def run(self) -> None:
         """Serve until drained or stopped twice; says goodbye and closes the link."""

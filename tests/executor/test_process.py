@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from executor_svc import logs
+from executor_svc.__main__ import main
 from executor_svc.config import parse_args
 from executor_svc.kv_memory import KvMemoryError, free_memory, num_blocks, parse_size
 from executor_svc.link_security import InsecureLink, is_loopback, link_keys
@@ -62,11 +64,14 @@ def test_a_process_serves_drains_on_sigterm_and_exits_0(start: Start) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_cuda_without_a_gpu_is_one_clear_line(start: Start) -> None:
-    process = start("--model", "null:97", "--scheduler", "tcp://127.0.0.1:1", "--device", "cuda")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert err.splitlines() == [
+def test_cuda_without_a_gpu_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(logs, "configure", lambda *args: None)
+    args = ["executor", "--model", "null:97", "--scheduler", "tcp://127.0.0.1:1", "--device", "cuda"]
+    monkeypatch.setattr(sys, "argv", args)
+    assert main() == 1
+    assert capsys.readouterr().err.splitlines() == [
         "executor: --device cuda: no usable NVIDIA GPU here (torch sees none); use --device cpu"
     ]
 

@@ -327,9 +327,9 @@ def test_memory_is_flat_over_steps() -> None:
     tracemalloc.start()
     turn()
     before = tracemalloc.get_traced_memory()[0]
-    for _ in range(40):
+    for _ in range(20):
         turn()
     gc.collect()
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
-    assert grown < 20_000
+    assert grown < 10_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from protos import front, step
@@ -312,3 +313,49 @@ def test_status_tells_why_a_request_waits() -> None:
     request: Any = status.body["request"]
     assert request["choices"][0]["waits_for"] == "a slot"
     assert request["choices"][0]["state"] == "WAITING"
+
+
+# -- logprobs ----------------------------------------------------------------------------------------------------------
+
+
+def test_logprobs_reach_the_stream_and_foreign_ones_nobody() -> None:
+    world, worker = simple_world()
+    ((session, executor),) = world.executors.items()
+    number = worker.submit([1, 2], 3, ignore_eos=True)
+    other = world.add_worker("w1")
+    other.submit([5, 6], 3, ignore_eos=True)
+    answer = executor.run()
+    assert isinstance(answer, step.StepResult)
+    row = step.RowLogprobs(2, -0.5, 1)
+    mine = step.SlotLogprobs(0, 1, (row,))
+    foreign = (step.SlotLogprobs(0, 7, (row,)), step.SlotLogprobs(2**31 - 1, 1, (row,)))
+    world.from_executor(session, msgspec.structs.replace(answer, logprobs=(mine, *foreign)))
+    (tokens,) = (m for m in worker.messages if isinstance(m, front.Tokens))
+    ((stream, choice, encoded),) = tokens.logprobs
+    assert (stream, choice) == (number, 0)
+    assert msgspec.msgpack.decode(encoded, type=tuple[step.RowLogprobs, ...]) == (row,)
+    assert not any(m.logprobs for m in other.messages if isinstance(m, front.Tokens))
+    world.run_all()
+
+
+def test_prompt_logprobs_come_without_a_token() -> None:
+    world, worker = simple_world(max_prefill_chunk=4)
+    ((session, executor),) = world.executors.items()
+    number = worker.submit([1, 2, 3, 4, 5, 6], 2)
+    answer = executor.run()
+    assert isinstance(answer, step.StepResult)
+    assert not answer.slots
+    logprobs = (step.SlotLogprobs(0, 1, (step.RowLogprobs(1, -0.5, 1),)),)
+    world.from_executor(session, msgspec.structs.replace(answer, logprobs=logprobs))
+    (tokens,) = (m for m in worker.messages if isinstance(m, front.Tokens))
+    assert [entry[:2] for entry in tokens.logprobs] == [(number, 0)]
+    assert not tokens.tokens
+    world.run_all()
+
+
+@pytest.mark.parametrize("field", ["arrival", "deadline"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_times_that_are_no_times_are_refused(field: str, value: float) -> None:
+    _, worker = simple_world()
+    number = worker.submit([1], 2, **{field: value})  # type: ignore[arg-type]
+    assert rejection(worker, number).field == field

@@ -86,8 +86,10 @@ def _target_machine() -> llvm.TargetMachine:
 
 def _link(symbol: str, machine_code: bytes) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
     import numba.core.registry
+    from numba.core.runtime import rtsys
 
-    _ = numba.core.registry.cpu_target.target_context  # registers the few runtime symbols that the code may refer to
+    # Both register the few runtime symbols that the code refers to. A symbol that is missing links to address 0.
+    rtsys.initialize(numba.core.registry.cpu_target.target_context)
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
     engine.finalize_object()

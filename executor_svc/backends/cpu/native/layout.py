@@ -30,7 +30,8 @@ ITEM_ROW, ITEM_TOKEN, ITEM_COUNT, ITEM_POSITION = range(4)
 ITEM_SIZE = 4
 
 # A phase's counters: the next ticket, and on another cache line the number of finished items and the time of the end.
-COUNTER_BYTES, DONE_OFFSET, CYCLES_OFFSET = 128, 64, 72
+# The address of sched_yield is there too: machine code loaded from a file should refer to nothing outside itself.
+COUNTER_BYTES, DONE_OFFSET, CYCLES_OFFSET, YIELD_OFFSET = 128, 64, 72, 80
 PHASES = ("norm", "linear", "rotary", "attention", "linear", "norm", "linear", "linear")  # of a layer, in order
 LAST_LAYER_PHASES = (*PHASES[:4], "gather", *PHASES[4:], "norm", "head")  # with the phases after it
 QUERY_ROWS = 48  # queries x heads of one attention item

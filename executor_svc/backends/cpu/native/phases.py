@@ -7,14 +7,12 @@ never changes its result.
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import njit
 
-from executor_svc.backends.cpu.native.layout import CYCLES_OFFSET, DONE_OFFSET
-from executor_svc.backends.cpu.native.vector import atomic_add, atomic_load, spin_pause, store_cycles
+from executor_svc.backends.cpu.native.layout import CYCLES_OFFSET, DONE_OFFSET, YIELD_OFFSET
+from executor_svc.backends.cpu.native.vector import atomic_add, atomic_load, call, load_int, spin_pause, store_cycles
 
 _SPINS = 4000  # pauses (some 50 us) before the processor is offered to others
-
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @njit(nogil=True, error_model="numpy")
@@ -33,6 +31,6 @@ def finish(counter, done, count):  # type: ignore[no-untyped-def]
         spin_pause()
         spins += 1
         if spins > _SPINS:
-            _sched_yield()
+            call(load_int(counter + YIELD_OFFSET))
             spins = 0
     store_cycles(counter + CYCLES_OFFSET)  # by each thread; any of them will do for the profile

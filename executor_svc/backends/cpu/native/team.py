@@ -8,12 +8,17 @@ arrives late finds the tickets of an old context used up and leaves, so a contex
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
 from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
+
+from executor_svc.backends.cpu.native.layout import COUNTER_BYTES, YIELD_OFFSET
+
+_SCHED_YIELD = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
 
 
 class Context:
@@ -52,6 +57,7 @@ class Team:
                 free = Context(*self._new_context)
                 self._state.contexts.append(free)
         free.counters[:] = 0
+        free.counters[YIELD_OFFSET // 8 :: COUNTER_BYTES // 8] = _SCHED_YIELD
         return free
 
     def run(self, context: Context) -> None:

@@ -245,3 +245,14 @@ def store_cycles(context: Any, address: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+@intrinsic
+def call(context: Any, address: Any) -> Any:
+    """Call the C function ``int f(void)`` at an address."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        builder.call(builder.inttoptr(values[0], ir.FunctionType(I32, []).as_pointer()), [])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate

@@ -25,6 +25,7 @@ from bench.load.engines import Stepwire, settle
 from bench.load.machine import MachineWatch
 from bench.load.prompts import random_prompts, workload_prompts
 from bench.load.record import Request
+from executor_svc.malloc import keep_freed_memory
 from executor_svc.models.load import load_model
 
 
@@ -48,6 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    keep_freed_memory()  # as the executor does
     with ExitStack() as stack:
         services = None
         if args.services:

@@ -77,7 +77,8 @@ class Planner:
             if any(_has_mates(record, alone) for record in executor.inflight):
                 return self._finish(executor, draft, now)
             rows = rows[rows == alone.slot]
-        prefill_waits = bool(executor.prefilling) or len(executor.model.queue) > 0
+        could_admit = table.free > 0 and executor.pool.available > self._routing.headroom(executor)
+        prefill_waits = bool(executor.prefilling) or (could_admit and len(executor.model.queue) > 0)
         rows = policy.within_budget(executor, rows, budget, prefill_waits)
         self._add_decode(executor, rows, draft, now)
 

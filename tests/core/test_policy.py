@@ -101,6 +101,31 @@ def test_a_whole_cached_prompt_still_computes_one_token() -> None:
         assert worker.outputs[(number, 0)] == reference(prompt, 3)
 
 
+def test_the_head_of_a_prefix_outlives_its_tail() -> None:
+    world, worker = simple_world(limits=step.Limits(12, 4, 4, 64))
+    prompt = list(range(1, 33))
+    worker.submit(prompt, 2)
+    world.run_all()
+    worker.submit([400 + i for i in range(24)], 2)  # evicts some of the first prompt's eight blocks
+    world.run_all()
+    again = worker.submit(prompt, 2)
+    world.run_all()
+    cached = worker.ends[(again, 0)].cached_tokens  # type: ignore[union-attr]
+    assert 0 < cached < 28
+
+
+def test_slots_that_are_full_cost_the_running_rows_no_budget() -> None:
+    world, worker = simple_world(limits=step.Limits(400, 4, 8, 8))
+    submit_all(world, worker, [([i + 1], 30, i) for i in range(12)])
+    (session,) = world.executors
+    for _ in range(12):
+        world.run(session)
+    (executor,) = world.executors.values()
+    assert max(len(plan.decode) // 4 for plan in executor.plans) == 8
+    world.run_all()
+    assert_reference(worker)
+
+
 def test_outputs_are_found_by_the_next_turn() -> None:
     world, worker = simple_world()
     prompt = list(range(1, 11))

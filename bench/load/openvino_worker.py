@@ -41,7 +41,9 @@ def main():
     scheduler.cache_size = int(sys.argv[2])
     scheduler.max_num_batched_tokens, scheduler.max_num_seqs = 1024, 64
     scheduler.enable_prefix_caching = scheduler.dynamic_split_fuse = True
-    pipeline = openvino_genai.ContinuousBatchingPipeline(sys.argv[1], scheduler, "CPU", {})
+    # Where the CPU has bfloat16, OpenVINO would compute in it by default.
+    precision = {"INFERENCE_PRECISION_HINT": "f32"}
+    pipeline = openvino_genai.ContinuousBatchingPipeline(sys.argv[1], scheduler, "CPU", precision)
     print(json.dumps({"ready": openvino_genai.__version__}), flush=True)
     next_id = 0
     for line in sys.stdin:

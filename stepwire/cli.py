@@ -176,9 +176,10 @@ def _models(client: Client, args: argparse.Namespace) -> None:
         print("no model has been seen yet", file=sys.stderr)
     for model in models:
         accepts = [kind for kind, yes in (("text", model.accepts_text), ("chat", model.accepts_chat)) if yes]
+        expected = f", {model.executors_expected} expected" if model.executors_expected else ""
         print(
             f"{model.name}  {model.architecture}  context {model.context_length}"
-            f"  executors {model.executors_ready}/{model.executors_expected}  accepts {', '.join([*accepts, 'ids'])}"
+            f"  executors {model.executors_ready} ready{expected}  accepts {', '.join([*accepts, 'ids'])}"
         )
 
 

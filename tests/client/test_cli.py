@@ -89,7 +89,7 @@ def test_models() -> None:
     with FakeServer() as server:
         text = run("models", "--address", server.address)
         as_json = run("models", "--json", "--address", server.address)
-    assert text.stdout == "fake  llama  context 128  executors 1/2  accepts text, chat, ids\n"
+    assert text.stdout == "fake  llama  context 128  executors 1 ready, 2 expected  accepts text, chat, ids\n"
     assert json.loads(as_json.stdout)[0]["name"] == "fake"
 
 

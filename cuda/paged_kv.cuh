@@ -1,0 +1,92 @@
+// The paged KV cache and the work items that attention runs over.
+//
+// A layer's cache is two tensors [num_blocks, kv_heads, block_size, head_dim], K and V: the tokens of one block and
+// one KV head are contiguous. Queries that share a KV head are packed into rows of one tile:
+//
+//   packed row p of an item  =  query p / group of the item, query head kv_head * group + p % group
+//
+// so that every KV byte is read once for all query heads of its group.
+#pragma once
+#include "common.cuh"
+
+// One item is what a block computes for each KV head. Eight int32, written by the host (kernels/plan.py):
+struct Item {
+  int row;          // of the block table; -1: nothing to do
+  int first_token;  // index of its first query in the flat batch
+  int num_queries;  // consecutive queries
+  int position;     // position of its first query in its sequence
+  int kv_begin;     // the KV positions it covers: [kv_begin, kv_end), not yet masked
+  int kv_end;
+  int slot;         // where its partial result goes; -1: it covers all its KV positions and writes the output itself
+  int unused;
+};
+
+DEV Item load_item(const int* items, int index) {
+  const int4* p = reinterpret_cast<const int4*>(items) + 2 * (size_t)index;
+  const int4 a = p[0], b = p[1];
+  return Item{a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+}
+
+struct Pages {
+  const int* table;  // this row's block ids
+  int block_size, kv_heads, kv_head;
+
+  // Index of a token's vector, in units of head_dim elements. 64-bit: a cache has more than 2^31 elements.
+  DEV int64_t vector_index(int position) const {
+    const int block = position / block_size;
+    return ((int64_t)table[block] * kv_heads + kv_head) * block_size + (position - block * block_size);
+  }
+};
+
+// Copies ROWS tokens' vectors into ROWS rows of a shared tile, STRIDE elements apart; done by one warp. Rows of
+// positions at or after `end` are set to zero, never read: they may hold NaN, and 0 x NaN is NaN.
+template <class T, int D, int STRIDE, int ROWS> struct RowCopier {
+  static constexpr int CHUNKS = D / VEC<T>;
+  static_assert(ROWS <= WARP && ROWS * CHUNKS % WARP == 0);
+  int64_t index;  // of the token of lane % ROWS, or -1
+
+  DEV RowCopier(const Pages& pages, int first, int end) {
+    const int position = first + threadIdx.x % ROWS;
+    index = position < end ? pages.vector_index(position) : -1;
+  }
+  DEV void copy(T* tile, const T* cache) const {
+#pragma unroll
+    for (int step = 0; step < ROWS * CHUNKS / WARP; ++step) {
+      const int i = step * WARP + threadIdx.x % WARP, r = i / CHUNKS, c = i % CHUNKS * VEC<T>;
+      const int64_t from = __shfl_sync(ALL_LANES, index, r);
+      cp_async16(tile + r * STRIDE + c, cache + (from < 0 ? 0 : from * D + c), from < 0 ? 0 : 16);
+    }
+  }
+};
+
+// Copies an item's packed query rows into a shared tile of ROWS rows, zeros after the last; done by the whole block.
+template <class T, int D, int STRIDE, int ROWS, int THREADS>
+DEV void copy_queries(T* tile, const T* q, int q_stride, int first_token, int rows, int group, int kv_head) {
+  constexpr int CHUNKS = D / VEC<T>;
+  for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+    const int r = i / CHUNKS, c = i % CHUNKS * VEC<T>;
+    const int64_t at = (int64_t)(first_token + r / group) * q_stride + (kv_head * group + r % group) * D + c;
+    cp_async16(tile + r * STRIDE + c, q + (r < rows ? at : 0), r < rows ? 16 : 0);
+  }
+}
+
+// Which KV positions a query sees: at most its own, and of those the last `window` (0: all).
+struct Visible {
+  int begin, end;
+  DEV Visible(const Item& item, int query, int window) {
+    const int position = item.position + query;
+    begin = max(item.kv_begin, window > 0 ? position - window + 1 : 0);
+    end = min(item.kv_end, position + 1);
+  }
+  DEV bool operator()(int position) const { return position >= begin && position < end; }
+};
+
+// Attention logits in units of log2: scores times scale * log2(e), after the soft cap where there is one.
+struct Scores {
+  float scale;    // 1 / sqrt(head_dim) or what the model says
+  float softcap;  // 0: none
+  DEV float log2(float dot) const {
+    const float score = dot * scale;
+    return (softcap > 0.f ? softcap * fast_tanh(__fdividef(score, softcap)) : score) * LOG2_E;
+  }
+};

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -46,18 +46,17 @@ def cluster(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cl
 
 def disturbed(cluster: Cluster, act: Callable[[], object]) -> list[Answer]:
     """The load, with ``act`` done (on another thread) once the first stream has some tokens and is not yet done."""
-    thread = threading.Thread(target=act)
+    acts: list[Future[object]] = []
 
     def watch(index: int, answer: Answer) -> None:
-        if index == 0 and len(answer.ids) >= KILL_AFTER and not thread.ident:
+        if index == 0 and len(answer.ids) >= KILL_AFTER and not acts:
             assert len(answer.ids) < OUTPUT - 10, "too late to disturb anything"
-            thread.start()
+            acts.append(pool.submit(act))
 
-    try:
-        return generate(cluster.address, load(), watch)
-    finally:
-        if thread.ident:
-            thread.join(60)
+    with ThreadPoolExecutor(1) as pool:
+        answers = generate(cluster.address, load(), watch)
+        acts[0].result()
+    return answers
 
 
 def test_executor_killed_and_restarted(cluster: Cluster, tiny: Path, undisturbed: list[Answer]) -> None:

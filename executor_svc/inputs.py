@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from executor_svc.metadata import Int32, Int64, StepMetadata
+from executor_svc.metadata import Int32, Int64, ScoredRow, StepMetadata
 from executor_svc.sampling.rows import DrawParams, SampleRows
 from executor_svc.sequence import Sequence
 from executor_svc.slots import AppliedPlan, Slots
@@ -47,7 +47,21 @@ def prepare_inputs(plan: AppliedPlan, slots: Slots) -> StepMetadata:
         num_decode_rows=plan.num_decode_rows,
         key=plan.key,
         sample_rows=_sample_rows(rows.take(logit_rows), slots),
+        scored_rows=_scored_rows(plan, slots, seq_lens) if plan.num_decode_rows < num_rows else (),
     )
+
+
+def _scored_rows(plan: AppliedPlan, slots: Slots, seq_lens: Int32) -> tuple[ScoredRow, ...]:
+    """Prefill rows that run logits of prompt tokens still to be scored."""
+    prefill = plan.slots[plan.num_decode_rows :]
+    found = []
+    for row in (np.flatnonzero(slots.params.scores.take(prefill)) + plan.num_decode_rows).tolist():
+        sequence = _sequence(slots, int(plan.slots[row]))
+        first = max(int(seq_lens[row]) + 1, sequence.prompt_scored)
+        stop = min(int(seq_lens[row] + plan.query_lens[row]) + 1, sequence.prompt_len)
+        if first < stop:
+            found.append(ScoredRow(row, sequence, first, stop))
+    return tuple(found)
 
 
 def _input_ids(plan: AppliedPlan, slots: Slots, seq_lens: Int32, query_starts: Int32) -> Int64:

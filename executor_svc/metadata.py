@@ -1,8 +1,8 @@
 """The flat description of one step's batch, made once a step by ``prepare_inputs`` and read by everything after it.
 
 Nothing here is padded: T is the number of new tokens over all rows, R the number of rows, S the number of rows of
-the logits that the step needs (one for each row whose last new token is sampled, more where drafts are verified or
-prompt logprobs were asked for).
+the logits that the step needs (one for each row whose last new token is sampled, more where drafts are verified; in the
+pieces of a step with prompt logprobs, one for each position that is scored).
 
 ::
 
@@ -26,10 +26,21 @@ import numpy.typing as npt
 
 if TYPE_CHECKING:
     from executor_svc.sampling.rows import SampleRows
+    from executor_svc.sequence import Sequence
     from executor_svc.slots import PlanKey
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, frozen=True)
+class ScoredRow:
+    """A prefill row with prompt tokens whose logprobs were asked for. The logits at position p score token p + 1."""
+
+    row: int
+    sequence: Sequence
+    first: int  # position of the first token that this step scores
+    stop: int  # one past the last
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,6 +64,7 @@ class StepMetadata:
     num_decode_rows: int  # rows [0, num_decode_rows) are decode rows, the rest prefill rows
     key: PlanKey | None = None  # which plan this is; models do not read it
     sample_rows: SampleRows | None = None  # the rows that sample, in the order of logit_rows; models do not read it
+    scored_rows: tuple[ScoredRow, ...] = ()  # ascending; not empty: the step runs in pieces (pieces.py)
 
     @property
     def num_tokens(self) -> int:

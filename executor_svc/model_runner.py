@@ -9,13 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from executor_svc.errors import PlanError
 from executor_svc.metadata import StepMetadata
 from executor_svc.models.base import Model
+from executor_svc.pieces import split
+from executor_svc.sampling.prompt_scores import PromptScores
 from executor_svc.sampling.rows import SampleRows
-from executor_svc.sampling.sampler import FAULT_TOKEN, SamplerOutput, sample
+from executor_svc.sampling.sampler import FAULT_TOKEN, NOTHING_SAMPLED, SamplerOutput, sample
 from protos.step import OUT_OF_MEMORY, STEP_FAILED, RowFault
 
 
@@ -24,6 +27,7 @@ class MainOutput:
     """What the forward leaves for the sampling."""
 
     logits: torch.Tensor  # float32 [S, vocab_size]: the head ran only over the rows of logit_indices
+    prompt: PromptScores | None = None  # of a step with prompt logprobs
 
 
 class ModelRunner:
@@ -50,21 +54,41 @@ class ModelRunner:
         if not metadata.num_tokens:
             return None
         try:
+            if metadata.scored_rows:
+                return self._forward_in_pieces(metadata)
             return MainOutput(self.model.forward(self._resolve(metadata), metadata))
         except Exception as error:
             raise _step_failure("forward", error) from error
+
+    def _forward_in_pieces(self, metadata: StepMetadata) -> MainOutput:
+        """As one forward, with prompt logprobs besides; at most ``MAX_SCORED`` rows of their logits exist at once."""
+        scores = PromptScores()
+        sampling = torch.empty(len(metadata.logit_indices), self.model.facts.vocab_size, device=self.device)
+        for piece in split(metadata):
+            logits = self.model.forward(self._resolve(piece.metadata), piece.metadata)
+            at = len(piece.sampling)
+            sampling[torch.from_numpy(piece.sampling).to(self.device)] = logits[:at]
+            for part in piece.parts:
+                scores.add(_on_host(logits[at : at + part.count]), part)
+                at += part.count
+        return MainOutput(sampling, scores)
 
     @torch.inference_mode()
     def execute_sample(self, main_output: MainOutput | None, metadata: StepMetadata) -> SamplerOutput:
         """Masks, penalties, drawing; writes ``last_tokens``. One token or one fault for each sampling row."""
         rows = metadata.sample_rows
-        if main_output is None or rows is None or not len(rows.slots):
-            return SamplerOutput(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), (), ())
+        if main_output is None or rows is None:
+            return NOTHING_SAMPLED
         try:
-            logits = main_output.logits.to(device="cpu", dtype=torch.float32).contiguous().numpy()
-            if len(logits) != len(rows.slots):
-                raise RuntimeError(f"{len(logits)} rows of logits for {len(rows.slots)} sampling rows")
-            output = self._with_earlier_faults(sample(logits, rows), rows)
+            output = NOTHING_SAMPLED
+            if len(rows.slots):
+                logits = _on_host(main_output.logits)
+                if len(logits) != len(rows.slots):
+                    raise RuntimeError(f"{len(logits)} rows of logits for {len(rows.slots)} sampling rows")
+                output = sample(logits, rows)
+            if main_output.prompt is not None:
+                output = _with_prompt(output, main_output.prompt, rows)
+            output = self._with_earlier_faults(output, rows)
             slots = torch.from_numpy(rows.slots.astype(np.int64)).to(self.device)
             self.last_tokens[slots] = torch.from_numpy(output.tokens).to(self.device)
         except Exception as error:
@@ -102,6 +126,24 @@ class ModelRunner:
         ok = output.ok & ~faulted
         logprobs = tuple(entry for entry in output.logprobs if self._faulted[entry.slot] != entry.generation)
         return SamplerOutput(np.where(ok, output.tokens, FAULT_TOKEN), ok, output.faults + again, logprobs)
+
+
+def _on_host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
+    """float32, C order."""
+    array: npt.NDArray[np.float32] = logits.to(device="cpu", dtype=torch.float32).contiguous().numpy()
+    return array
+
+
+def _with_prompt(output: SamplerOutput, prompt: PromptScores, rows: SampleRows) -> SamplerOutput:
+    """The same with the logprobs of prompt tokens first; a row whose prompt is at fault has no token."""
+    faults = prompt.faults
+    at_fault = {fault.slot for fault in faults}
+    if not at_fault:
+        return SamplerOutput(output.tokens, output.ok, output.faults, prompt.logprobs + output.logprobs)
+    ok = output.ok & ~np.isin(rows.slots, list(at_fault))
+    logprobs = prompt.logprobs + tuple(entry for entry in output.logprobs if entry.slot not in at_fault)
+    faults += tuple(fault for fault in output.faults if fault.slot not in at_fault)
+    return SamplerOutput(np.where(ok, output.tokens, FAULT_TOKEN), ok, faults, logprobs)
 
 
 def _step_failure(what: str, error: Exception) -> PlanError:

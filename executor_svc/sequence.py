@@ -20,6 +20,8 @@ class Sequence:
     tokens: Int32  # prompt and outputs as admitted; what is sampled later lives on the device
     rules: RowRules | None
     fault: RowError | None  # its parameters cannot be honoured: it faults when it would sample
+    prompt_logprobs: int = -1  # how many alternatives of each prompt token; -1: none are wanted (any more)
+    prompt_scored: int = 1  # position of the first prompt token to score: the first of all follows nothing
 
     def record(self, token: int) -> None:
         """A sampled token reached the host: penalties of the next step count it."""

@@ -21,7 +21,7 @@ from executor_svc.sampling.rows import SlotParams
 from executor_svc.sampling.rules import parse_rules
 from executor_svc.sequence import Sequence
 from protos.digest import epoch_digest, plan_digest
-from protos.step import BAD_PLAN, BAD_SEQUENCE, DIGEST_MISMATCH, Admission, StepPlan
+from protos.step import BAD_PARAMETER, BAD_PLAN, BAD_SEQUENCE, DIGEST_MISMATCH, Admission, StepPlan
 from protos.wire import Epoch, Int32, WireError, unpack_int32
 
 _FIRST_WIDTH = 64  # columns of the block table at first; it grows by doubling, up to what the context needs
@@ -218,7 +218,17 @@ class Slots:
             rules = parse_rules(admission.sampling, prompt, outputs, self.limits.vocab_size)
         except RowError as error:
             fault = error
-        return Sequence(admission.slot, admission.generation, admission.request_id, len(prompt), tokens, rules, fault)
+        sequence = Sequence(
+            admission.slot, admission.generation, admission.request_id, len(prompt), tokens, rules, fault
+        )
+        scored = max(admission.prompt_scored, 1)
+        if fault is None and admission.sampling.prompt_logprobs >= 0 and scored < len(prompt):
+            if admission.computed < scored:
+                sequence.prompt_logprobs, sequence.prompt_scored = admission.sampling.prompt_logprobs, scored
+            else:
+                detail = f"prompt_logprobs: {admission.computed} tokens came computed, but {scored} is to be scored"
+                sequence.fault = RowError(BAD_PARAMETER, detail)
+        return sequence
 
     def _append(self, slots: Int32, blocks: Int32) -> None:
         limits = self.limits

@@ -96,7 +96,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     logit_bias: bytes = b""  # float32, one an id
     allowed_ids: bytes = b""  # int32 ids; empty: all
     logprobs: Annotated[int, msgspec.Meta(ge=-1, le=1024)] = -1  # -1: none; k: the drawn token's and the top k
-    prompt_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=1024)] = -1
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=-1, le=1024)] = -1  # the same for prompt tokens 1, 2, ...
     grammar: str = ""  # id of a prepared grammar; empty: none
 
 
@@ -112,6 +112,7 @@ class Admission(msgspec.Struct, array_like=True, frozen=True):
     computed: Count  # tokens whose KV the blocks already hold (prefix cache): a multiple of block_size
     blocks: bytes  # int32 block ids, in order; the first computed / block_size are shared and never written
     sampling: SamplingParams
+    prompt_scored: Count = 0  # prompt tokens before this position have had their logprobs: they are not sent again
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -204,16 +205,19 @@ class RowFault(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RowLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Raw log probabilities (before any bias or temperature) of one drawn or prompt token."""
+    """Raw log probabilities of one drawn or prompt token: natural logarithms, of the model itself, before any bias,
+    mask, penalty or temperature. -inf where the model gives a token no chance."""
 
     position: Count  # index into the sequence (prompt and outputs together) of the token
     chosen: float
-    rank: Positive  # 1: the most likely
-    top_ids: bytes = b""  # int32
+    rank: Positive  # 1: the most likely; ids of equal probability are ordered by id
+    top_ids: bytes = b""  # int32, the first of that order; the token itself is among them if its rank says so
     top_values: bytes = b""  # float32
 
 
 class SlotLogprobs(msgspec.Struct, array_like=True, frozen=True):
+    """Of one plan: prompt positions in order, without a gap over the plans that run them, or the one drawn token's."""
+
     slot: Count
     generation: Count
     rows: tuple[RowLogprobs, ...]

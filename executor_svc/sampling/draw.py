@@ -18,35 +18,23 @@ sorted.
 
 from __future__ import annotations
 
-import decimal
 import math
 
 import numba
 import numpy as np
 import numpy.typing as npt
 
+from executor_svc.sampling.exp2 import EXP2, STEP, STEPS_PER_E, TABLE_BITS, TABLE_SIZE
+
 WEIGHT_BITS = 38  # 2**24 ids of the largest weight still sum below 2**62
 MAX_WEIGHT = 1 << WEIGHT_BITS
-_TABLE_BITS = 6
-_TABLE_SIZE = 1 << _TABLE_BITS
-_BUCKET_SHIFT = _TABLE_BITS - 4
+_BUCKET_SHIFT = TABLE_BITS - 4
 _ID_BITS = 24
 _ID_MASK = (1 << _ID_BITS) - 1
 
 _OCTAVES = WEIGHT_BITS + 2  # below 2**-39 every weight rounds to 0
-_LOWEST = -_OCTAVES * _TABLE_SIZE
+_LOWEST = -_OCTAVES * TABLE_SIZE
 _NUM_BUCKETS = (-_LOWEST >> _BUCKET_SHIFT) + 1
-_STEP = math.log(2.0) / _TABLE_SIZE
-_STEPS_PER_E = _TABLE_SIZE / math.log(2.0)
-
-
-def _exp2_table() -> npt.NDArray[np.float64]:
-    """2**(j/64), correctly rounded whatever the C library."""
-    with decimal.localcontext(decimal.Context(prec=50)):
-        return np.array([float(decimal.Decimal(2) ** (decimal.Decimal(j) / _TABLE_SIZE)) for j in range(_TABLE_SIZE)])
-
-
-_EXP2 = _exp2_table()
 _SCALE = np.array([2.0 ** (WEIGHT_BITS - k) for k in range(_OCTAVES + 2)])
 
 
@@ -55,9 +43,9 @@ def _weight(steps: float, exp2: npt.NDArray[np.float64], scale: npt.NDArray[np.f
     """``steps`` <= 0, in 1/64 octaves -> (weight, floor of steps). Monotone: the polynomial only ever falls short."""
     whole = math.floor(steps)
     n = int(whole)
-    x = (steps - whole) * _STEP
+    x = (steps - whole) * STEP
     p = 1.0 + x * (1.0 + x * (0.5 + x * (1.0 / 6.0 + x * (1.0 / 24.0))))
-    return int(exp2[n & (_TABLE_SIZE - 1)] * p * scale[-(n >> _TABLE_BITS)] + 0.5), n
+    return int(exp2[n & (TABLE_SIZE - 1)] * p * scale[-(n >> TABLE_BITS)] + 0.5), n
 
 
 @numba.njit(cache=True, nogil=True)
@@ -107,7 +95,7 @@ def _draw_one(
 ) -> int:
     counts[:] = 0
     masses[:] = 0
-    factor = _STEPS_PER_E / temperature
+    factor = STEPS_PER_E / temperature
     least = max(1, math.ceil(min_p * MAX_WEIGHT))
     for i in range(len(logits)):
         steps = (np.float64(logits[i]) - top) * factor
@@ -219,5 +207,5 @@ def draw_rows(
     for off, 0 < ``top_p`` <= 1, 0 <= ``min_p`` <= 1; ``bits`` from ``philox.draw_bits``.
     """
     out = np.empty(len(rows), dtype=np.int64)
-    _draw_rows(logits, rows, tops, temperature, top_k, top_p, min_p, bits, _EXP2, _SCALE, out)
+    _draw_rows(logits, rows, tops, temperature, top_k, top_p, min_p, bits, EXP2, _SCALE, out)
     return out

@@ -48,6 +48,7 @@ class SlotParams:
         self.plain = np.ones(max_slots, dtype=bool)  # argmax of the raw logits, nothing else
         self.draws = np.zeros(max_slots, dtype=bool)
         self.special = np.zeros(max_slots, dtype=bool)
+        self.scores = np.zeros(max_slots, dtype=bool)  # prompt logprobs
         self.temperature = np.zeros(max_slots, dtype=np.float64)
         self.top_k = np.zeros(max_slots, dtype=np.int64)
         self.top_p = np.ones(max_slots, dtype=np.float64)
@@ -59,6 +60,7 @@ class SlotParams:
         slot, params = admission.slot, admission.sampling
         self.special[slot] = sequence.fault is not None or sequence.rules is not None
         self.draws[slot] = sequence.fault is None and params.temperature >= GREEDY_BELOW
+        self.scores[slot] = sequence.prompt_logprobs >= 0
         self.plain[slot] = not (self.special[slot] or self.draws[slot])
         self.temperature[slot] = params.temperature
         self.top_k[slot] = params.top_k

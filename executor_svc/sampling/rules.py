@@ -77,8 +77,6 @@ def parse_rules(params: SamplingParams, prompt: Int32, outputs: Int32, vocab_siz
             raise RowError(BAD_PARAMETER, f"{name} is not a finite number")
     if params.grammar:
         raise RowError(BAD_PARAMETER, "grammar: this executor does not support grammars")
-    if params.prompt_logprobs >= 0:
-        raise RowError(BAD_PARAMETER, "prompt_logprobs: this executor does not support prompt logprobs")
     bias_ids = _ids(params.logit_bias_ids, "logit_bias_ids", vocab_size)
     if len(params.logit_bias) != 4 * len(bias_ids):
         raise RowError(BAD_PARAMETER, f"logit_bias: {len(params.logit_bias)} bytes for {len(bias_ids)} ids")

@@ -31,6 +31,9 @@ class SamplerOutput:
     logprobs: tuple[SlotLogprobs, ...]
 
 
+NOTHING_SAMPLED = SamplerOutput(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), (), ())
+
+
 def sample(logits: Float32, rows: SampleRows) -> SamplerOutput:
     """``logits`` float32 [N, V] in C order, changed in place where rows have rules -> one token or one fault a row."""
     faults: list[RowFault] = []
@@ -113,3 +116,4 @@ def warm_up(vocab_size: int) -> None:
     zero = np.zeros(1, dtype=np.int64)
     bits = draw_bits(np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.zeros(1, np.uint64))
     draw_rows(logits, zero, logits[:, 0], one, zero + 1, one * 0.5, one * 0.0, bits)
+    row_logprobs(logits[0], 0, 1, 0)

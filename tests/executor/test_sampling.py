@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor_svc.errors import RowError
-from executor_svc.sampling.draw import _EXP2, _OCTAVES, _SCALE, MAX_WEIGHT, _draw_rows, _weight, draw_rows
+from executor_svc.sampling.draw import _OCTAVES, _SCALE, MAX_WEIGHT, _draw_rows, _weight, draw_rows
+from executor_svc.sampling.exp2 import EXP2
 from executor_svc.sampling.philox import draw_bits
 from executor_svc.sampling.rows import SampleRows, SlotParams
 from executor_svc.sampling.rules import parse_rules
@@ -184,11 +185,11 @@ def test_extreme_bits_always_give_a_kept_id(bits: int, top_p: float, top_k: int,
 
 def test_weights_are_monotone_and_near_the_exponential() -> None:
     """A bucket is found by the floor of the exponent, so weights must not fall across a border."""
-    before, _ = _weight(0.0, _EXP2, _SCALE)
+    before, _ = _weight(0.0, EXP2, _SCALE)
     assert before == MAX_WEIGHT
     for n in range(-1, -_OCTAVES * 64, -1):
-        low, _ = _weight(float(n), _EXP2, _SCALE)
-        high, floor = _weight(float(np.nextafter(n + 1.0, -np.inf)), _EXP2, _SCALE)
+        low, _ = _weight(float(n), EXP2, _SCALE)
+        high, floor = _weight(float(np.nextafter(n + 1.0, -np.inf)), EXP2, _SCALE)
         assert floor == n
         assert low <= high <= before
         assert abs(low - 2.0 ** (n / 64) * MAX_WEIGHT) <= 0.51
@@ -251,7 +252,6 @@ def test_rows_that_are_not_finite_fault_alone() -> None:
 
 BAD: dict[str, dict[str, Any]] = {
     "grammar": {"grammar": "g1"},
-    "prompt_logprobs": {"prompt_logprobs": 0},
     "logit_bias": {"logit_bias_ids": pack_int32([1, 2]), "logit_bias": floats([1.0])},
     "logit_bias_ids": {"logit_bias_ids": pack_int32([1, 1]), "logit_bias": floats([1.0, 2.0])},
     "bias is NaN": {"logit_bias_ids": pack_int32([1]), "logit_bias": floats([np.nan])},

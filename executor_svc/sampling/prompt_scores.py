@@ -1,0 +1,47 @@
+"""Log probabilities of prompt tokens: what a forward over prompt positions leaves for its request."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from executor_svc.pieces import ScoredPart
+from executor_svc.sampling.logprobs import row_logprobs
+from executor_svc.sequence import Sequence
+from protos.step import NON_FINITE, RowFault, RowLogprobs, SlotLogprobs
+
+
+class PromptScores:
+    """Collects the scored positions of one step, whose pieces come in order."""
+
+    def __init__(self) -> None:
+        self._rows: dict[Sequence, list[RowLogprobs]] = {}
+        self._faults: dict[Sequence, RowFault] = {}
+
+    def add(self, logits: npt.NDArray[np.float32], part: ScoredPart) -> None:
+        """``logits`` [count, V], C order: row i scores token ``part.first + i``."""
+        sequence = part.scored.sequence
+        if sequence in self._faults:
+            return
+        tops = logits.max(axis=1)  # numpy: NaN if there is one
+        if not np.isfinite(tops).all():
+            at = int(np.argmin(np.isfinite(tops)))
+            self._fault(sequence, f"logits at prompt position {part.first - 1 + at} are not finite ({tops[at]})")
+            return
+        tokens = sequence.tokens[part.first : part.first + part.count].tolist()
+        rows = self._rows.setdefault(sequence, [])
+        for i, token in enumerate(tokens):
+            rows.append(row_logprobs(logits[i], token, sequence.prompt_logprobs, part.first + i))
+
+    def _fault(self, sequence: Sequence, detail: str) -> None:
+        self._rows.pop(sequence, None)
+        self._faults[sequence] = RowFault(sequence.slot, sequence.generation, NON_FINITE, detail)
+
+    @property
+    def logprobs(self) -> tuple[SlotLogprobs, ...]:
+        return tuple(SlotLogprobs(s.slot, s.generation, tuple(rows)) for s, rows in self._rows.items())
+
+    @property
+    def faults(self) -> tuple[RowFault, ...]:
+        """Rows whose prompt has no finite logits somewhere; they have no logprobs."""
+        return tuple(self._faults.values())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.compare_peers import render, summarise
 from bench.load.figures import figures, table
 from bench.load.http_driver import HttpDriver
 from bench.load.machine import MachineWatch
@@ -150,3 +151,25 @@ def test_machine_watch_counts_own_work_as_own() -> None:
             pass
     assert 0.0 <= watch.others <= 1.0
     assert 0.0 <= watch.steal <= 1.0
+
+
+def run(rate: float, others: float = 0.0, failures: dict[str, int] | None = None) -> dict[str, object]:
+    times = {"tpot_ms": {"mean": 1000 / rate}, "ttft_ms": {"mean": 50.0}}
+    return times | {"output_throughput": rate, "duration_s": 1.0, "others": others, "failures": failures or {}}
+
+
+def test_comparison_leaves_out_disturbed_and_failed_runs() -> None:
+    runs = {
+        "stepwire": [run(30), run(50, others=0.5), run(32)],
+        "vllm": [run(20), run(1, failures={"HTTP 500": 1})],
+        "openvino": [run(10, failures={"TimeoutError": 1})],
+    }
+    report = summarise({"b8": runs}, limit=0.06)["b8"]
+    assert report["stepwire"]["output_throughput"] == 31
+    assert (report["stepwire"]["quiet"], report["stepwire"]["runs"]) == (2, 3)
+    assert report["vllm"]["throughput_ratio"] == pytest.approx(31 / 20)
+    assert report["vllm"]["decode_ratio"] == pytest.approx(31 / 20)
+    assert "throughput_ratio" not in report["openvino"]
+    text = render({"b8": report})
+    assert "no complete run of 1" in text
+    assert "1.55" in text

@@ -15,7 +15,14 @@ from tests.guards.test_imports import OURS, imported, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 # Package -> the extras that its installation is made of (besides the client's own dependencies).
-EXTRAS = {"stepwire": [], "protos": ["link"], "scheduler_svc": ["scheduler"], "executor_svc": ["executor", "gpu"]}
+EXTRAS = {
+    "stepwire": [],
+    "protos": ["link"],
+    "scheduler_svc": ["scheduler"],
+    "executor_svc": ["executor", "gpu"],
+    "deploy": ["scheduler"],
+    "tests": ["dev", "gpu"],
+}
 # Module -> distribution, where the top-level name belongs to several or is not installed here.
 MODULES = {"google.rpc": "googleapis-common-protos", "google.protobuf": "protobuf", "cupy": "cupy-cuda13x"}
 # Comes with a distribution that names it as its own part: numba and its compiler, cupy and its runtime.
@@ -40,11 +47,14 @@ def declared(extras: tuple[str, ...]) -> set[str]:
     return names
 
 
+_installed = cache(packages_distributions)  # it reads every package's file list
+
+
 def _distributions(module: str) -> set[str]:
     for prefix, distribution in {**MODULES, **PARTS}.items():
         if module == prefix or module.startswith(prefix + "."):
             return {distribution}
-    return {_name(name) for name in packages_distributions().get(module.split(".")[0], ["unknown"])}
+    return {_name(name) for name in _installed().get(module.split(".")[0], ["unknown"])}
 
 
 @pytest.mark.parametrize("package", EXTRAS)

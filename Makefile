@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 MODEL := models/SmolLM2-135M-Instruct.Q4_1.gguf
 PROMPT ?= Why is the sky blue? Answer in two sentences.
-PROTO := protos/stepwire/v1/inference.proto
+PROTO := protos/stepwire/v1/inference.proto protos/stepwire/v1/admin.proto
 ifeq ($(origin BENCH),undefined)
 BENCH := --concurrency 8 --num-requests 32 --input-tokens 128 --output-tokens 128 --ignore-eos
 endif

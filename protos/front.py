@@ -103,6 +103,19 @@ class GetStatus(msgspec.Struct, array_like=True, frozen=True, tag="g"):
     check_invariants: bool = False
 
 
+DRAIN_EXECUTOR = "drain"
+FLUSH_PREFIX_CACHE = "flush"
+
+
+class Control(msgspec.Struct, array_like=True, frozen=True, tag="x"):
+    """An operator's wish (the admin service). Answered by Status: its body has ``error`` ("": done), and what there is
+    to say."""
+
+    ticket: Count
+    action: Name
+    executor: Text = ""  # name or session in hex; empty: all (flush only)
+
+
 class Detach(msgspec.Struct, array_like=True, frozen=True, tag="D"):
     """The worker leaves (or the supervisor says that it died): its streams are cancelled."""
 
@@ -110,7 +123,7 @@ class Detach(msgspec.Struct, array_like=True, frozen=True, tag="D"):
     incarnation: U64
 
 
-ToCore = Attach | Submit | Stop | Seen | Cancel | Credit | FetchAsset | GetStatus | Detach
+ToCore = Attach | Submit | Stop | Seen | Cancel | Credit | FetchAsset | GetStatus | Control | Detach
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -36,6 +36,12 @@ API_FLAGS: dict[str, str | None] = {
     "--slow-tokens": "TOKENS",
     "--leave-grace": "SECONDS",
     "--drain-limit": "SECONDS",
+    "--max-message-bytes": "BYTES",
+    "--api-keys": "FILE",
+    "--tls-cert": "FILE",
+    "--tls-key": "FILE",
+    "--tls-client-ca": "FILE",
+    "--admin-key-file": "FILE",
 }
 DEFAULT_LEAVE_GRACE = 2.0
 DEFAULT_DRAIN_LIMIT = 60.0
@@ -51,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--executors", default="tcp://127.0.0.1:5600", metavar="tcp://HOST:PORT", help="for executors (%(default)s)")
     add("--api-workers", type=_workers, default=1, metavar="N", help="API worker processes on one port (%(default)s)")
     add("--metrics", metavar="HOST:PORT", help="Prometheus metrics of the first API worker; the next ones: PORT+1, ...")
+    add("--admin", metavar="HOST:PORT", help="the operators' API, of the first API worker (default: off)")
     add("--run-dir", type=Path, metavar="DIR", help="private folder for the socket between the processes (a new one)")
     logs.add_arguments(parse)
     group = parse.add_argument_group("API workers", "see python -m scheduler_svc.api --help")
@@ -101,6 +108,8 @@ def worker_command(args: argparse.Namespace, front: str, index: int) -> list[str
     if args.metrics:
         host, port = args.metrics.rpartition(":")[::2]
         command += ["--metrics", f"{host}:{int(port) + index}"]
+    if args.admin and index == 0:
+        command += ["--admin", args.admin]
     for flag, metavar in API_FLAGS.items():
         value = _value(args, flag)
         if value:
@@ -158,6 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _host_port(args.metrics)
         waits = patience(args)
         check_free(args.listen)
+        if args.admin:
+            check_free(args.admin)
         with run_dir(args.run_dir) as folder:
             path = (folder / SOCKET_NAME).resolve()
             if len(os.fsencode(path)) > MAX_SOCKET_PATH:

@@ -9,11 +9,14 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from scheduler_svc import logs
 from scheduler_svc.api.core_link import LinkConfig
+from scheduler_svc.api.security import TlsFiles, is_local
 from scheduler_svc.api.server import ApiServer, ServerConfig
 from scheduler_svc.api.service import ServiceConfig
+from scheduler_svc.api.tenancy import MIN_KEY_CHARS, load_keys
 
 log = logging.getLogger("scheduler_svc.api")
 
@@ -38,6 +41,15 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--slow-tokens", type=_positive, default=1024, help="... with so many waiting (%(default)s)")
     parse.add_argument("--leave-grace", type=_seconds, default=2.0, help="SIGTERM: still accepting for (%(default)s s)")
     parse.add_argument("--drain-limit", type=_seconds, default=60.0, help="... then streams may take (%(default)s s)")
+    parse.add_argument(
+        "--max-message-bytes", type=_positive, default=64 * 1024 * 1024, help="largest request (%(default)s)"
+    )
+    parse.add_argument("--api-keys", type=Path, metavar="FILE", help="ask for API keys: lines of TENANT KEY")
+    parse.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve TLS with this certificate chain (PEM)")
+    parse.add_argument("--tls-key", type=Path, metavar="FILE", help="... and its private key (PEM)")
+    parse.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="... to clients that this CA signed (PEM)")
+    parse.add_argument("--admin", metavar="HOST:PORT", help="serve stepwire.v1.Admin there (default: not)")
+    parse.add_argument("--admin-key-file", type=Path, metavar="FILE", help="what admins must show; off loopback a must")
     logs.add_arguments(parse)
     return parse
 
@@ -69,7 +81,26 @@ def config_of(args: argparse.Namespace) -> ServerConfig:
         raise ValueError(f"--front {args.front!r}: must be an ipc:// address")
     if not args.listen.startswith("unix:"):
         _host_port(args.listen)
+    if (args.tls_cert is None) != (args.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key go together")
+    if args.tls_client_ca is not None and args.tls_cert is None:
+        raise ValueError("--tls-client-ca needs --tls-cert and --tls-key")
+    tls = TlsFiles(args.tls_cert, args.tls_key, args.tls_client_ca) if args.tls_cert is not None else None
+    if tls is not None:
+        tls.credentials()
+    if args.api_keys is not None and tls is None and not is_local(args.listen):
+        raise ValueError(f"--api-keys on {args.listen}: keys would travel in plain text; --tls-cert is needed")
+    admin_key = _admin_key(args.admin_key_file)
+    if args.admin:
+        _host_port(args.admin)
+        if not is_local(args.admin) and not (admin_key and tls is not None):
+            raise ValueError(f"--admin {args.admin}: other machines can reach it; --admin-key-file and TLS are needed")
     return ServerConfig(
+        api_keys=load_keys(args.api_keys) if args.api_keys is not None else None,
+        tls=tls,
+        admin_listen=args.admin or "",
+        admin_key=admin_key,
+        max_receive_bytes=args.max_message_bytes,
         link=LinkConfig(
             address=args.front,
             worker=args.worker_name,
@@ -89,6 +120,18 @@ def config_of(args: argparse.Namespace) -> ServerConfig:
             slow_tokens=args.slow_tokens,
         ),
     )
+
+
+def _admin_key(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        key = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--admin-key-file {path}: cannot be read") from error
+    if len(key) < MIN_KEY_CHARS:
+        raise ValueError(f"--admin-key-file {path}: must hold at least {MIN_KEY_CHARS} characters")
+    return key
 
 
 async def serve(config: ServerConfig, metrics_address: str | None) -> int:

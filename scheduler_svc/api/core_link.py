@@ -52,6 +52,7 @@ class LinkConfig:
     down_limit: float = 15.0  # the link down for so long: open streams end UNAVAILABLE
     model_limit: float = 30.0  # a stream's model away for so long after a restart: the same
     asset_timeout: float = 10.0  # for one chunk of a file
+    status_timeout: float = 5.0  # for one answer about the core itself
     batch: int = 256  # messages handled before others have their turn
 
 
@@ -85,6 +86,8 @@ class CoreLink:
         self._received = 0  # tokens, since Attach
         self._credited = 0
         self._chunks: dict[tuple[str, int], asyncio.Future[front.AssetChunk]] = {}
+        self._tickets: dict[int, asyncio.Future[dict[str, object]]] = {}
+        self._ticket = 0
 
     @property
     def up(self) -> bool:
@@ -131,6 +134,22 @@ class CoreLink:
             parts.append(chunk.data)
             offset += len(chunk.data)
         return b"".join(parts)
+
+    async def ask(self, question: Callable[[int], front.GetStatus | front.Control]) -> dict[str, object]:
+        """What the core says of itself; ``question`` gets its ticket. Raises Refusal."""
+        if self._socket is None:
+            raise unavailable("the scheduler core is away")
+        self._ticket = self._ticket % 2**31 + 1
+        ticket = self._ticket
+        future = self._tickets[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(question(ticket))
+            async with asyncio.timeout(self.config.status_timeout):
+                return await future
+        except TimeoutError:
+            raise unavailable("the scheduler core does not answer") from None
+        finally:
+            self._tickets.pop(ticket, None)
 
     def sweep(self) -> None:
         """Ends the streams for which too long a time has passed; to be called about once a second."""
@@ -213,6 +232,9 @@ class CoreLink:
                 future.set_exception(AssetFault("the core went away"))
                 future.exception()  # nobody may be waiting any more
         self._chunks.clear()
+        for answer in self._tickets.values():
+            if not answer.done():
+                answer.set_exception(unavailable("the scheduler core went away"))
         self._on_change()
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
@@ -277,7 +299,11 @@ class CoreLink:
             future = self._chunks.get((message.sha256, message.offset))
             if future is not None and not future.done():
                 future.set_result(message)
-        # Ping and Status: that something came was the news.
+        elif isinstance(message, front.Status):
+            answer = self._tickets.get(message.ticket)
+            if answer is not None and not answer.done():
+                answer.set_result(message.body)
+        # Ping: that something came was the news.
 
     def _on_attached(self, message: front.Attached, socket: zmq.asyncio.Socket) -> None:
         if self._socket is not None:

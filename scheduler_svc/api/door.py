@@ -21,6 +21,10 @@ MAX_CHOICES = 16
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 64
+MAX_TENANT = 128
+MAX_BIASES = 4096  # ids of logit_bias
+MAX_ALTERNATIVES = 20  # of logprobs, a token
+MAX_PROMPT_LOGPROBS = 4_000_000  # tokens of a prompt, times one and the alternatives: what one answer may hold
 MAX_MESSAGES = 4096
 GREEDY_BELOW = 1e-5  # DESIGN 6: below this temperature the most likely token is taken
 
@@ -33,9 +37,12 @@ def check_form(request: pb.GenerateRequest) -> None:
         raise invalid("model", f"{len(request.model)} characters", f"at most {MAX_MODEL_NAME} characters")
     if not -100 <= request.priority <= 100:
         raise invalid("priority", request.priority, "-100 to 100")
+    if len(request.tenant) > MAX_TENANT:
+        raise invalid("tenant", f"{len(request.tenant)} characters", f"at most {MAX_TENANT} characters")
     _check_prompt_form(request)
     _check_sampling(request.sampling)
     _check_stopping(request.stopping)
+    _check_output(request.output)
     _check_continuation(request)
 
 
@@ -44,18 +51,64 @@ def check_against(request: pb.GenerateRequest, model: Model) -> None:
     kind = request.WhichOneof("prompt")
     vocab = model.state.vocab_size
     if kind == "token_ids":
-        _check_ids("token_ids", request.token_ids.ids, vocab)
-    elif model.tokenizer is None:
-        raise invalid(kind, "text", f"token_ids: model {model.name!r} has no usable tokenizer ({model.text_fault})")
-    elif kind == "chat" and model.template is None:
-        raise invalid("chat", "given", f"text or token_ids: model {model.name!r} has no chat template")
-    if request.stopping.stop and model.tokenizer is None:
-        raise invalid(
-            "stopping.stop", "given", f"absent: model {model.name!r} has no usable tokenizer ({model.text_fault})"
-        )
-    _check_ids("stopping.stop_token_ids", request.stopping.stop_token_ids, vocab)
+        check_ids("token_ids", request.token_ids.ids, vocab)
+    else:
+        check_text(kind, model)
+    if request.stopping.stop:
+        _require_tokenizer("stopping.stop", model)
+    if request.stopping.include_stop:
+        _require_tokenizer("stopping.include_stop", model)
+    if request.output.HasField("skip_special_tokens"):
+        _require_tokenizer("output.skip_special_tokens", model)
+    check_ids("stopping.stop_token_ids", request.stopping.stop_token_ids, vocab)
+    for token in request.sampling.logit_bias:
+        if token >= vocab:
+            raise invalid(f"sampling.logit_bias[{token}]", token, f"below {vocab}, the model's vocabulary")
+    check_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids, vocab)
+    _check_drawable(request, model)
     for i, choice in enumerate(request.continue_from):
-        _check_ids(f"continue_from[{i}].token_ids", choice.token_ids, vocab)
+        check_ids(f"continue_from[{i}].token_ids", choice.token_ids, vocab)
+
+
+def check_text(kind: str, model: Model) -> None:
+    """That ``model`` takes text, or a chat. Raises Refusal."""
+    if model.tokenizer is None:
+        raise invalid(kind, "text", f"token_ids: model {model.name!r} has no usable tokenizer ({model.text_fault})")
+    if kind == "chat" and model.template is None:
+        raise invalid("chat", "given", f"text or token_ids: model {model.name!r} has no chat template")
+
+
+def _require_tokenizer(field: str, model: Model) -> None:
+    if model.tokenizer is None:
+        raise invalid(field, "given", f"absent: model {model.name!r} has no usable tokenizer ({model.text_fault})")
+
+
+def ending_ids(request: pb.GenerateRequest, model: Model) -> set[int]:
+    """The ids that end a choice: they cannot be drawn before min_tokens."""
+    ending = set(request.stopping.stop_token_ids)
+    if not request.stopping.ignore_eos:
+        ending.update(model.state.eos_token_ids)
+    return ending
+
+
+def _check_drawable(request: pb.GenerateRequest, model: Model) -> None:
+    """That at least one id can be drawn, at every position."""
+    sampling = request.sampling
+    allowed = set(sampling.allowed_token_ids)
+    if len(allowed) != len(sampling.allowed_token_ids):
+        raise invalid("sampling.allowed_token_ids", "an id twice", "different ids")
+    banned = {token for token, bias in sampling.logit_bias.items() if math.isinf(bias)}
+    size = len(allowed - banned) if allowed else model.state.vocab_size - len(banned)
+    if size <= 0:
+        raise invalid("sampling.logit_bias", f"{len(banned)} ids banned", "so that an id is left to draw")
+    if request.stopping.min_tokens:
+        masked = ending_ids(request, model) - banned
+        if (allowed and not allowed - banned - masked) or (not allowed and size <= len(masked)):
+            raise invalid(
+                "stopping.min_tokens",
+                request.stopping.min_tokens,
+                "0 where only ids that end the choice may be drawn",
+            )
 
 
 def check_length(request: pb.GenerateRequest, model: Model, prompt_tokens: int) -> None:
@@ -75,13 +128,27 @@ def check_length(request: pb.GenerateRequest, model: Model, prompt_tokens: int) 
             f"{prompt_tokens} tokens",
             f"fewer than {state.max_sequence_tokens}, the most that any known executor of {model.name!r} can hold",
         )
+    room = state.context_length - prompt_tokens
+    if request.stopping.min_tokens > room:
+        raise invalid(
+            "stopping.min_tokens", request.stopping.min_tokens, f"at most {room}, what the prompt leaves of the context"
+        )
+    if request.output.HasField("prompt_logprobs"):
+        values = prompt_tokens * (1 + request.output.prompt_logprobs)
+        if values > MAX_PROMPT_LOGPROBS:
+            raise invalid(
+                "output.prompt_logprobs",
+                f"{values} values over the prompt",
+                f"at most {MAX_PROMPT_LOGPROBS} values: fewer alternatives, or a shorter prompt",
+            )
 
 
-def _check_prompt_form(request: pb.GenerateRequest) -> None:
+def _check_prompt_form(request: pb.GenerateRequest | pb.TokenizeRequest) -> None:
     kind = request.WhichOneof("prompt")
     if kind is None:
-        raise invalid("prompt", "absent", "one of text, token_ids and chat")
-    if kind == "token_ids" and not request.token_ids.ids:
+        kinds = "text, token_ids and chat" if isinstance(request, pb.GenerateRequest) else "text and chat"
+        raise invalid("prompt", "absent", f"one of {kinds}")
+    if kind == "token_ids" and isinstance(request, pb.GenerateRequest) and not request.token_ids.ids:
         raise invalid("token_ids", "empty", "at least one id")
     if kind == "chat" and not 1 <= len(request.chat.messages) <= MAX_MESSAGES:
         raise invalid("chat.messages", f"{len(request.chat.messages)} messages", f"1 to {MAX_MESSAGES} messages")
@@ -97,6 +164,16 @@ def _check_sampling(sampling: pb.Sampling) -> None:
     _check_range("sampling.top_p", sampling, "top_p", 0.0, 1.0)
     if sampling.HasField("top_p") and sampling.top_p <= 0.0:
         raise invalid("sampling.top_p", sampling.top_p, "above 0, up to 1")
+    _check_range("sampling.repetition_penalty", sampling, "repetition_penalty", 0.0, 1000.0)
+    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty <= 0.0:
+        raise invalid("sampling.repetition_penalty", sampling.repetition_penalty, "above 0, up to 1000")
+    _check_range("sampling.frequency_penalty", sampling, "frequency_penalty", -100.0, 100.0)
+    _check_range("sampling.presence_penalty", sampling, "presence_penalty", -100.0, 100.0)
+    if len(sampling.logit_bias) > MAX_BIASES:
+        raise invalid("sampling.logit_bias", f"{len(sampling.logit_bias)} ids", f"at most {MAX_BIASES} ids")
+    for token, bias in sampling.logit_bias.items():
+        if not (-100.0 <= bias <= 100.0 or bias == -math.inf):
+            raise invalid(f"sampling.logit_bias[{token}]", bias, "-100 to 100, or -infinity")
     if sampling.HasField("n") and not 1 <= sampling.n <= MAX_CHOICES:
         raise invalid("sampling.n", sampling.n, f"1 to {MAX_CHOICES}")
 
@@ -119,6 +196,15 @@ def _check_stopping(stopping: pb.Stopping) -> None:
             raise invalid(f"stopping.stop[{i}]", f"{len(stop)} characters", f"1 to {MAX_STOP_CHARS} characters")
     if len(stopping.stop_token_ids) > MAX_STOP_IDS:
         raise invalid("stopping.stop_token_ids", f"{len(stopping.stop_token_ids)} ids", f"at most {MAX_STOP_IDS} ids")
+
+    if stopping.HasField("max_tokens") and stopping.min_tokens > stopping.max_tokens:
+        raise invalid("stopping.min_tokens", stopping.min_tokens, f"at most max_tokens, {stopping.max_tokens}")
+
+
+def _check_output(output: pb.Output) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(output, name) > MAX_ALTERNATIVES:
+            raise invalid(f"output.{name}", getattr(output, name), f"0 to {MAX_ALTERNATIVES}")
 
 
 def _check_continuation(request: pb.GenerateRequest) -> None:
@@ -149,7 +235,22 @@ def check_continued(index: int, given: int, taken: int) -> None:
         )
 
 
-def _check_ids(field: str, ids: object, vocab_size: int) -> None:
+def check_tokenize(request: pb.TokenizeRequest) -> None:
+    """What can be said without knowing the model. Raises Refusal."""
+    _check_prompt_form(request)
+    if request.no_bos and request.WhichOneof("prompt") == "chat":
+        raise invalid("no_bos", "true", "false for a chat: its template writes what begins it")
+
+
+def check_detokenize(request: pb.DetokenizeRequest, model: Model) -> None:
+    """Raises Refusal."""
+    _require_tokenizer("ids", model)
+    if len(request.ids) > model.state.context_length:
+        raise invalid("ids", f"{len(request.ids)} ids", f"at most {model.state.context_length}, the model's context")
+    check_ids("ids", request.ids, model.state.vocab_size)
+
+
+def check_ids(field: str, ids: object, vocab_size: int) -> None:
     highest = max(ids, default=0)  # type: ignore[call-overload]
     if highest >= vocab_size:
         position = list(ids).index(highest)  # type: ignore[call-overload]

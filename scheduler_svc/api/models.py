@@ -43,6 +43,7 @@ class Defaults:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(slots=True)
@@ -224,6 +225,7 @@ def defaults_of(name: str, config: dict[str, Any]) -> Defaults:
         "top_k": lambda v: 0 <= v < 2**31 and v == int(v),
         "top_p": lambda v: 0.0 < v <= 1.0,
         "min_p": lambda v: 0.0 <= v <= 1.0,
+        "repetition_penalty": lambda v: 0.0 < v <= 1000.0,
     }
     found: dict[str, float] = {}
     for key, fits in allowed.items():
@@ -241,6 +243,7 @@ def defaults_of(name: str, config: dict[str, Any]) -> Defaults:
         top_k=int(found.get("top_k", 0)),
         top_p=float(found.get("top_p", 1.0)),
         min_p=float(found.get("min_p", 0.0)),
+        repetition_penalty=float(found.get("repetition_penalty", 1.0)),
     )
 
 

@@ -8,10 +8,13 @@ from google.rpc import error_details_pb2, status_pb2
 
 from protos import front
 
+UNAUTHENTICATED = 16
+
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
 _RETRYABLE = frozenset({front.RESOURCE_EXHAUSTED, front.UNAVAILABLE})
 _SHOWN = 128  # characters of a value that a message repeats
 
+ERROR_DOMAIN = "stepwire"
 DEFAULT_RETRY_AFTER = 1.0  # seconds, where nobody named a time
 
 
@@ -46,6 +49,11 @@ class Refusal(Exception):
         if self.field and self.code == front.INVALID_ARGUMENT:
             violation = error_details_pb2.BadRequest.FieldViolation(field=self.field, description=self.message)
             status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
+        if self.field or self.value or self.limit:
+            named = {"field": self.field, "value": self.value, "limit": self.limit}
+            info = error_details_pb2.ErrorInfo(domain=ERROR_DOMAIN, reason=self.status.name)
+            info.metadata.update({key: text for key, text in named.items() if text})
+            status.details.add().Pack(info)
         if self.retry_after <= 0:
             return (("grpc-status-details-bin", status.SerializeToString()),)
         milliseconds = max(1, round(self.retry_after * 1000))

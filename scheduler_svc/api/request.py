@@ -16,7 +16,7 @@ import numpy as np
 from protos.front import INVALID_ARGUMENT
 from protos.step import SamplingParams
 from protos.stepwire.v1 import inference_pb2 as pb
-from protos.wire import LE_INT32, pack_int32
+from protos.wire import LE_FLOAT32, LE_INT32, pack_int32
 from scheduler_svc.api import door
 from scheduler_svc.api.models import Model
 from scheduler_svc.api.refusal import Refusal, invalid
@@ -53,6 +53,11 @@ class Request:
     stops: StopStrings | None
     stop_ids: tuple[int, ...]
     ignore_eos: bool
+    include_stop: bool
+    keep_special: bool  # special tokens are written out in the text
+    echo_prompt: bool
+    tenant: str
+    bypass_cache: bool
     priority: int
     continued: dict[int, Continued]
     is_continuation: bool
@@ -66,7 +71,8 @@ class Request:
         if tokenizer is None:
             detokenizer, special = None, {}
         else:
-            detokenizer, special = Detokenizer(tokenizer.pieces, self.starts_text), tokenizer.pieces.special
+            detokenizer = Detokenizer(tokenizer.pieces, self.starts_text, self.keep_special)
+            special = {} if self.keep_special else tokenizer.pieces.special
         return Output(
             detokenizer,
             eos=frozenset() if self.ignore_eos else frozenset(self.model.state.eos_token_ids),
@@ -74,11 +80,13 @@ class Request:
             limit=self.limit,
             stops=self.stops,
             special_text=lambda token: special.get(token, ""),
+            min_tokens=self.sampling.min_tokens,
+            include_stop=self.include_stop,
         )
 
 
 async def canonical(
-    proto: pb.GenerateRequest, model: Model, *, arrival: float, deadline: float, pool: Executor
+    proto: pb.GenerateRequest, model: Model, *, tenant: str, arrival: float, deadline: float, pool: Executor
 ) -> Request:
     """Checks ``proto`` against ``model`` and completes it. ``pool`` runs what takes long. Raises Refusal.
 
@@ -86,12 +94,13 @@ async def canonical(
     """
     door.check_against(proto, model)
     sampling = _sampling(proto, model)
-    tokens = await _prompt(proto, model, pool)
+    tokens = await encode(proto, model, pool)
     door.check_length(proto, model, len(tokens))
     state = model.state
     room = state.context_length - len(tokens)
     max_tokens = min(proto.stopping.max_tokens, room) if proto.stopping.HasField("max_tokens") else 0
     stop = tuple(dict.fromkeys(proto.stopping.stop))
+    keep_special = proto.output.HasField("skip_special_tokens") and not proto.output.skip_special_tokens
     return Request(
         request_id=proto.request_id or uuid.uuid4().hex,
         model=model,
@@ -103,28 +112,40 @@ async def canonical(
         max_tokens=max_tokens,
         limit=max_tokens or room,
         stop=stop,
-        stops=_stop_strings(stop, model),
+        stops=_stop_strings(stop, model, keep_special),
         stop_ids=tuple(dict.fromkeys(proto.stopping.stop_token_ids)),
         ignore_eos=proto.stopping.ignore_eos,
+        include_stop=proto.stopping.include_stop,
+        keep_special=keep_special,
+        echo_prompt=proto.output.prompt_token_ids,
+        tenant=tenant,
+        bypass_cache=proto.bypass_prefix_cache,
         priority=proto.priority,
         continued={c.index: Continued(tuple(c.token_ids), c.finished) for c in proto.continue_from},
         is_continuation=bool(proto.continue_from),
         arrival=arrival,
         deadline=deadline,
-        block_hashes=block_hashes(state.fingerprint, "", tokens, state.block_size),
+        block_hashes=b""
+        if proto.bypass_prefix_cache
+        else block_hashes(state.fingerprint, tenant, tokens, state.block_size),
     )
 
 
-def _stop_strings(stop: tuple[str, ...], model: Model) -> StopStrings | None:
+def _stop_strings(stop: tuple[str, ...], model: Model, keep_special: bool) -> StopStrings | None:
     if not stop or model.tokenizer is None:
         return None
-    return StopStrings(stop, model.tokenizer.pieces.special.values())
+    # Where special tokens are part of the text, nothing has to be looked for beside it.
+    return StopStrings(stop, () if keep_special else model.tokenizer.pieces.special.values())
 
 
 def _sampling(proto: pb.GenerateRequest, model: Model) -> SamplingParams:
     asked, defaults = proto.sampling, model.defaults
     temperature = asked.temperature if asked.HasField("temperature") else defaults.temperature
     door.check_seed(proto, temperature)
+    penalty = asked.repetition_penalty if asked.HasField("repetition_penalty") else defaults.repetition_penalty
+    biases = sorted(asked.logit_bias.items())
+    min_tokens = proto.stopping.min_tokens
+    output = proto.output
     return SamplingParams(
         temperature=temperature + 0.0,  # -0.0 is 0.0
         # At or above the vocabulary it keeps everything: off.
@@ -132,6 +153,16 @@ def _sampling(proto: pb.GenerateRequest, model: Model) -> SamplingParams:
         top_p=asked.top_p if asked.HasField("top_p") else defaults.top_p,
         min_p=asked.min_p if asked.HasField("min_p") else defaults.min_p,
         seed=asked.seed if asked.HasField("seed") else secrets.randbits(64),
+        min_tokens=min_tokens,
+        masked_until_min_tokens=pack_int32(sorted(door.ending_ids(proto, model))) if min_tokens else b"",
+        repetition_penalty=penalty,
+        frequency_penalty=asked.frequency_penalty + 0.0,
+        presence_penalty=asked.presence_penalty + 0.0,
+        logit_bias_ids=pack_int32([token for token, _ in biases]),
+        logit_bias=np.array([bias for _, bias in biases], dtype=LE_FLOAT32).tobytes(),
+        allowed_ids=pack_int32(sorted(asked.allowed_token_ids)),
+        logprobs=output.logprobs if output.HasField("logprobs") else -1,
+        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else -1,
     )
 
 
@@ -139,10 +170,13 @@ def _below(top_k: int, vocab_size: int) -> int:
     return top_k if top_k < vocab_size else 0
 
 
-async def _prompt(proto: pb.GenerateRequest, model: Model, pool: Executor) -> np.ndarray:
-    """The prompt's ids, int32."""
+async def encode(
+    proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, pool: Executor, *, bos: bool = True
+) -> np.ndarray:
+    """The prompt's ids, int32. ``bos``: a text begins as the tokenizer begins one. Raises Refusal."""
     kind = proto.WhichOneof("prompt")
     if kind == "token_ids":
+        assert isinstance(proto, pb.GenerateRequest)
         return np.fromiter(proto.token_ids.ids, dtype=LE_INT32, count=len(proto.token_ids.ids))
     most = MAX_PIECE_BYTES * model.state.context_length
     if kind == "text":
@@ -152,10 +186,13 @@ async def _prompt(proto: pb.GenerateRequest, model: Model, pool: Executor) -> np
     if size > most:
         raise invalid(kind, f"{size} characters", f"at most {most}: the context is {model.state.context_length} tokens")
     if kind == "text" and size <= INLINE_CHARS:
-        ids = _encode_text(proto, model, most)
+        ids = _encode_text(proto, model, bos)
     else:
-        work = _encode_text if kind == "text" else _encode_chat
-        ids = await asyncio.get_running_loop().run_in_executor(pool, work, proto, model, most)
+        loop = asyncio.get_running_loop()
+        if kind == "text":
+            ids = await loop.run_in_executor(pool, _encode_text, proto, model, bos)
+        else:
+            ids = await loop.run_in_executor(pool, _encode_chat, proto, model, most)
     if ids and max(ids) >= model.state.vocab_size:
         raise Refusal(
             INVALID_ARGUMENT,
@@ -165,12 +202,12 @@ async def _prompt(proto: pb.GenerateRequest, model: Model, pool: Executor) -> np
     return np.asarray(ids, dtype=LE_INT32)
 
 
-def _encode_text(proto: pb.GenerateRequest, model: Model, most: int) -> list[int]:
+def _encode_text(proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, bos: bool) -> list[int]:
     assert model.tokenizer is not None
-    return model.tokenizer.encode(proto.text, bos=True)
+    return model.tokenizer.encode(proto.text, bos=bos)
 
 
-def _encode_chat(proto: pb.GenerateRequest, model: Model, most: int) -> list[int]:
+def _encode_chat(proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, most: int) -> list[int]:
     assert model.tokenizer is not None
     assert model.template is not None
     messages = [{"role": message.role, "content": message.content} for message in proto.chat.messages]

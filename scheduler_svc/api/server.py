@@ -13,12 +13,17 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos.front import Models
+from protos.stepwire.v1 import admin_pb2_grpc
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
+from scheduler_svc.api.admin import SERVICE_NAME as ADMIN_SERVICE_NAME
+from scheduler_svc.api.admin import AdminService
 from scheduler_svc.api.core_link import CoreLink, LinkConfig
 from scheduler_svc.api.health import Health
 from scheduler_svc.api.metrics import Metrics
 from scheduler_svc.api.models import ModelRegistry
+from scheduler_svc.api.security import TlsFiles
 from scheduler_svc.api.service import SERVICE_NAME, InferenceService, ServiceConfig
+from scheduler_svc.api.tenancy import Tenancy
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +40,10 @@ class ServerConfig:
     leave_grace: float = 2.0  # still accepting, already NOT_SERVING
     drain_limit: float = 60.0  # for the streams that are open then
     service: ServiceConfig = field(default_factory=ServiceConfig)
+    api_keys: dict[str, str] | None = None  # tenants by key digest (tenancy.py); None: no credential is asked for
+    tls: TlsFiles | None = None  # of both ports
+    admin_listen: str = ""  # HOST:PORT of the admin service; empty: off
+    admin_key: str = ""
 
 
 def grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -64,8 +73,10 @@ class ApiServer:
         self._context = zmq.asyncio.Context()
         self.link = CoreLink(config.link, self._context, on_models=self._on_models, on_change=self._update_health)
         self.models = ModelRegistry(self.link.fetch, self._update_health)
-        self.service = InferenceService(self.link, self.models, self.metrics, config.service)
+        self.service = InferenceService(self.link, self.models, self.metrics, config.service, Tenancy(config.api_keys))
         self._server = grpc.aio.server(options=grpc_options(config))
+        self.admin_port = 0
+        self._admin: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         metrics = self.metrics
         metrics.gauge("stepwire_api_open_calls", "Calls open.", lambda: self.service.open_calls)
@@ -73,13 +84,23 @@ class ApiServer:
         metrics.gauge("stepwire_api_serving", "1 while health says SERVING.", lambda: self.health.serving)
 
     async def start(self) -> None:
-        """Binds and serves. Raises RuntimeError where the address is taken."""
+        """Binds and serves. Raises RuntimeError where an address is taken, ValueError for files that are no PEM."""
+        credentials = self.config.tls.credentials() if self.config.tls is not None else None
         services = [SERVICE_NAME, health.SERVICE_NAME]
         pb_grpc.add_InferenceServicer_to_server(self.service, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if self.config.reflection:
             reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], self._server)
-        self.port = self._server.add_insecure_port(self.config.listen)
+        self.port = _bind(self._server, self.config.listen, credentials)
+        if self.config.admin_listen:
+            self._admin = grpc.aio.server(
+                options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1024 * 1024)]
+            )
+            admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.link, self.config.admin_key), self._admin)
+            if self.config.reflection:
+                reflection.enable_server_reflection([ADMIN_SERVICE_NAME, reflection.SERVICE_NAME], self._admin)
+            self.admin_port = _bind(self._admin, self.config.admin_listen, credentials)
+            await self._admin.start()
         await self._server.start()
         self._tasks = [asyncio.create_task(self.link.run()), asyncio.create_task(self._sweep())]
         log.info("listening", extra={"address": self.config.listen, "port": self.port})
@@ -102,6 +123,8 @@ class ApiServer:
         self.health.leave()
         self.health.close()
         await self._server.stop(0.2)
+        if self._admin is not None:
+            await self._admin.stop(0.2)
         await self.models.close()
         self.link.detach()
         for task in self._tasks:
@@ -129,3 +152,9 @@ class ApiServer:
 
     def _update_health(self) -> None:
         self.health.set(self.link.up and self.models.any_ready)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:
+    if credentials is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, credentials)

@@ -1,4 +1,4 @@
-"""stepwire.v1.Inference: the three calls, as thin as they can be over Stream."""
+"""stepwire.v1.Inference: its calls, as thin as they can be over Stream."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from scheduler_svc.api import door
 from scheduler_svc.api.core_link import CoreLink
+from scheduler_svc.api.logprobs import MissingLogprobs
 from scheduler_svc.api.metrics import Metrics
 from scheduler_svc.api.models import Model, ModelRegistry
 from scheduler_svc.api.refusal import Refusal
-from scheduler_svc.api.request import canonical
+from scheduler_svc.api.request import canonical, encode
 from scheduler_svc.api.stream import Stream
+from scheduler_svc.api.tenancy import Tenancy
+from scheduler_svc.api.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ class ServiceConfig:
     max_streams: int = 8192  # open at once in this worker; beyond: RESOURCE_EXHAUSTED
     model_patience: float = 15.0  # seconds that a request waits for a first model, or for a model's files
     slow_seconds: float = 60.0  # a client that reads nothing for so long, with more than ...
-    slow_tokens: int = 1024  # ... so many tokens waiting for it, is given up
+    slow_tokens: int = 1024  # ... so many tokens waiting for it, or with all of its answer there, is given up
 
 
 class ClientGone(Exception):
@@ -41,11 +44,14 @@ class ClientGone(Exception):
 
 
 class InferenceService(pb_grpc.InferenceServicer):
-    def __init__(self, link: CoreLink, models: ModelRegistry, metrics: Metrics, config: ServiceConfig) -> None:
+    def __init__(
+        self, link: CoreLink, models: ModelRegistry, metrics: Metrics, config: ServiceConfig, tenancy: Tenancy
+    ) -> None:
         self._link = link
         self._models = models
         self._metrics = metrics
         self._config = config
+        self._tenancy = tenancy
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="text")
         self.open_calls = 0
 
@@ -55,15 +61,50 @@ class InferenceService(pb_grpc.InferenceServicer):
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[_describe(model) for model in self._models.announced()])
+        response = pb.ListModelsResponse()
+        async with self._call("ListModels", context) as call:
+            self._tenancy.of(context.invocation_metadata())
+            response.models.extend(_describe(model) for model in self._models.announced())
+        await call.abort_if_refused(context)
+        return response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        response = pb.TokenizeResponse()
+        async with self._call("Tokenize", context) as call:
+            self._tenancy.of(context.invocation_metadata())
+            door.check_tokenize(request)
+            model = await self._models.resolve(request.model, self._config.model_patience)
+            door.check_text(request.WhichOneof("prompt") or "", model)
+            ids = await encode(request, model, self._pool, bos=not request.no_bos)
+            response.model = model.name
+            response.ids.extend(ids.tolist())
+            if request.pieces and model.tokenizer is not None:
+                response.pieces.extend(model.tokenizer.pieces[token].data for token in ids.tolist())
+        await call.abort_if_refused(context)
+        return response
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DetokenizeResponse:
+        response = pb.DetokenizeResponse()
+        async with self._call("Detokenize", context) as call:
+            self._tenancy.of(context.invocation_metadata())
+            model = await self._models.resolve(request.model, self._config.model_patience)
+            door.check_detokenize(request, model)
+            assert model.tokenizer is not None
+            keep_special = request.HasField("skip_special_tokens") and not request.skip_special_tokens
+            detokenizer = Detokenizer(model.tokenizer.pieces, keep_special=keep_special)
+            response.model = model.name
+            response.text = detokenizer.push(list(request.ids)) + detokenizer.flush()
+        await call.abort_if_refused(context)
+        return response
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         response = pb.GenerateResponse()
         async with self._call("Generate", context) as call, self._stream(request, context, call, False) as stream:
             response = await stream.whole()
             self._count_end(stream, call)
-        if call.refusal is not None:
-            await context.abort(call.refusal.status, call.refusal.message, call.refusal.trailers())
+        await call.abort_if_refused(context)
         return response
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
@@ -78,15 +119,15 @@ class InferenceService(pb_grpc.InferenceServicer):
                 finally:
                     stream.writing_since = 0.0
             self._count_end(stream, call)
-        if call.refusal is not None:
-            await context.abort(call.refusal.status, call.refusal.message, call.refusal.trailers())
+        await call.abort_if_refused(context)
 
     def sweep(self) -> None:
         """Gives up streams whose client does not read; to be called about once a second."""
         now = time.monotonic()
         for stream in list(self._link.open):
             since = stream.writing_since
-            if since and now - since > self._config.slow_seconds and stream.unread > self._config.slow_tokens:
+            held = stream.ended or stream.unread > self._config.slow_tokens
+            if since and now - since > self._config.slow_seconds and held:
                 stream.evicted = True
                 if stream.task is not None:
                     stream.task.cancel()  # the write would wait for the client for ever
@@ -97,6 +138,7 @@ class InferenceService(pb_grpc.InferenceServicer):
     ) -> AsyncIterator[Stream]:
         """An accepted stream; whatever happens, it is closed in the core too, before the client is told anything."""
         arrival = time.time()
+        tenant = self._tenancy.of(context.invocation_metadata(), proto.tenant)
         door.check_form(proto)
         if len(self._link.open) >= self._config.max_streams:
             raise Refusal(front.RESOURCE_EXHAUSTED, f"{self._config.max_streams} streams are open here already")
@@ -105,6 +147,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         request = await canonical(
             proto,
             model,
+            tenant=tenant,
             arrival=arrival,
             deadline=arrival + remaining if remaining is not None else 0.0,
             pool=self._pool,
@@ -133,6 +176,9 @@ class InferenceService(pb_grpc.InferenceServicer):
             yield call
         except Refusal as refusal:
             call.refusal = refusal
+        except MissingLogprobs as error:
+            log.exception("log probabilities missing", extra={"method": method})
+            call.refusal = Refusal(front.INTERNAL, str(error))
         except ClientGone:
             status = "CANCELLED"
         except asyncio.CancelledError:
@@ -173,6 +219,10 @@ class _Call:
         self._last = 0.0
         self._metrics = metrics
 
+    async def abort_if_refused(self, context: grpc.aio.ServicerContext) -> None:
+        if self.refusal is not None:
+            await context.abort(self.refusal.status, self.refusal.message, self.refusal.trailers())
+
     def observe(self, stream: Stream, message: pb.GenerateStreamResponse) -> None:
         tokens = max((len(delta.token_ids) for delta in message.choices), default=0)
         if not tokens:
@@ -196,7 +246,11 @@ def _describe(model: Model) -> pb.Model:
         max_sequence_tokens=state.max_sequence_tokens,
         eos_token_ids=state.eos_token_ids,
         defaults=pb.SamplingDefaults(
-            temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p
+            temperature=defaults.temperature,
+            top_k=defaults.top_k,
+            top_p=defaults.top_p,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
         ),
         accepts_text=model.tokenizer is not None,
         accepts_chat=model.template is not None,

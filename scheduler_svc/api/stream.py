@@ -10,10 +10,14 @@ import asyncio
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protos import front
+from protos.step import SamplingParams
 from protos.stepwire.v1 import inference_pb2 as pb
-from protos.wire import pack_int32
+from protos.wire import pack_int32, unpack_int32
 from scheduler_svc.api import door
+from scheduler_svc.api.logprobs import Logprobs, MissingLogprobs
 from scheduler_svc.api.refusal import Refusal, relayed, unavailable
 from scheduler_svc.api.request import Request
 from scheduler_svc.api.text.output import End, Output
@@ -76,6 +80,12 @@ class Stream:
                 output.take_text()  # the client has it
             self.choices[index] = ChoiceState(output, sent=len(output.ids), running=output.end is None)
         self._continued = self.completion_tokens
+        sampling = request.sampling
+        self.logprobs: Logprobs | None = None
+        if sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0:
+            had_tokens = any(before.ids for before in request.continued.values())
+            prompt = unpack_int32(request.prompt).tolist()
+            self.logprobs = Logprobs(prompt, sampling.logprobs, -1 if had_tokens else sampling.prompt_logprobs)
         if not self._running:
             self.accepted = True  # nothing is left for the core
 
@@ -95,17 +105,26 @@ class Stream:
             model=request.model.name,
             prompt=request.prompt,
             choices=tuple(front.Choice(i, pack_int32(choice.output.ids)) for i, choice in running.items()),
-            sampling=request.sampling,
+            sampling=self._sampling(),
             max_tokens=request.max_tokens,
             stop_ids=pack_int32(request.stop_ids),
             ignore_eos=request.ignore_eos,
             stops_on_text=request.stops is not None,
+            tenant=request.tenant,
+            bypass_cache=request.bypass_cache,
             priority=request.priority,
             arrival=request.arrival,
             deadline=request.deadline,
             block_hashes=request.block_hashes,
             continuation=request.is_continuation or self.accepted,
         )
+
+    def _sampling(self) -> SamplingParams:
+        """The request's, without what has come already: prompt logprobs cost the whole prompt, and its cache hits."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs >= 0 and self.logprobs is not None and self.logprobs.prompt_here:
+            return msgspec.structs.replace(sampling, prompt_logprobs=-1)
+        return sampling
 
     def on_accepted(self) -> None:
         self.accepted = True
@@ -214,6 +233,10 @@ class Stream:
         if not self._started_sent:
             self._started_sent = True
             message.started.CopyFrom(self.started())
+        if self.logprobs is not None and self.logprobs.prompt_pending:
+            message.prompt_logprobs.extend(self.logprobs.take_prompt())
+            if self.logprobs.prompt_pending and self.logprobs.prompt_here:
+                return message  # the rest of them come first
         for index, choice in self.choices.items():
             if choice.finish_sent:
                 continue
@@ -224,6 +247,9 @@ class Stream:
             if count == choice.sent and not text and output.end is None:
                 continue
             delta = message.choices.add(index=index, text=text, token_ids=output.ids[choice.sent :])
+            if self.logprobs is not None:
+                self._check_prompt_logprobs()
+                delta.logprobs.extend(self.logprobs.take(index, choice.sent, output.ids[choice.sent :]))
             choice.sent = count
             if output.end is not None:
                 choice.finish_sent = True
@@ -231,7 +257,9 @@ class Stream:
         if not self._done_sent and not self._running and self.error is None:
             self._done_sent = True
             message.usage.CopyFrom(self.usage())
-        return message if message.choices or message.HasField("started") or message.HasField("usage") else None
+        if message.choices or message.prompt_logprobs or message.HasField("started") or message.HasField("usage"):
+            return message
+        return None
 
     async def whole(self) -> pb.GenerateResponse:
         """The whole answer, at the end. Raises the Refusal that ended the stream."""
@@ -241,9 +269,15 @@ class Stream:
         if self.error is not None:
             raise self.error
         response = pb.GenerateResponse(started=self.started(), usage=self.usage())
+        if self.logprobs is not None:
+            while found := self.logprobs.take_prompt():
+                response.prompt_logprobs.extend(found)
+            self._check_prompt_logprobs()
         for index, choice in self.choices.items():
             output = choice.output
             result = response.choices.add(index=index, text=output.take_text(), token_ids=output.ids[choice.sent :])
+            if self.logprobs is not None:
+                result.logprobs.extend(self.logprobs.take(index, choice.sent, output.ids[choice.sent :]))
             choice.sent = len(output.ids)
             assert output.end is not None
             _write_finish(result.finish, output.end)
@@ -256,6 +290,7 @@ class Stream:
             model=request.model.name,
             seed=request.sampling.seed,
             prompt_tokens=request.prompt_tokens,
+            prompt_token_ids=unpack_int32(request.prompt).tolist() if request.echo_prompt else (),
         )
 
     def usage(self) -> pb.Usage:
@@ -285,6 +320,15 @@ class Stream:
     def unread(self) -> int:
         """Ids that wait for the client."""
         return sum(choice.received - choice.sent for choice in self.choices.values())
+
+    def on_logprobs(self, index: int, data: bytes) -> None:
+        if self.logprobs is not None:
+            self.logprobs.add(index, data)
+
+    def _check_prompt_logprobs(self) -> None:
+        """They are all there before the first token."""
+        if self.logprobs is not None and self.logprobs.prompt_pending:
+            raise MissingLogprobs("not all log probabilities of the prompt came")
 
     def settle_all(self) -> None:
         for choice in self.choices.values():

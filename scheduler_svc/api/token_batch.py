@@ -52,6 +52,12 @@ def deliver(
         raise WireError("a negative token id")
     choices = message.choices or bytes(rows)
     ids = tokens.tolist()
+    # Before the tokens that they belong to, so that no message is made without them.
+    for number, choice, rows_data in message.logprobs:
+        stream = streams.get(number)
+        if stream is not None:
+            guarded(stream, stream.on_logprobs, choice, rows_data)
+            touched.add(stream)
     seen: list[tuple[int, int, int]] = []
     start = 0
     for row, number in enumerate(numbers.tolist()):

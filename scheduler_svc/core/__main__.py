@@ -14,6 +14,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
+from scheduler_svc.core.tenants import NO_LIMITS, load_limits
 
 # Option -> (field of CoreConfig, what it means).
 _OPTIONS = {
@@ -38,6 +39,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--listen", default="tcp://127.0.0.1:5600", help="where executors connect (%(default)s)")
     result.add_argument("--front", required=True, help="ipc:// endpoint for API workers")
     result.add_argument("--link-secret-file", type=Path, metavar="FILE", help="shared secret, needed off loopback")
+    result.add_argument("--tenant-limits", type=Path, metavar="FILE", help="JSON: limits by tenant (tenants.py)")
     result.add_argument("--no-prefix-cache", action="store_true", help="neither look up nor keep prefixes")
     logs.add_arguments(result)
     result.add_argument("--inject", default="", metavar="FAULTS", help="tests only: KIND@PLAN,... (fault_injection.py)")
@@ -61,7 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
         secret = options.link_secret_file.read_bytes().strip() if options.link_secret_file else None
         make_ipc_directory(options.front)
         clock = steady_clock()
-        shell = Shell(Core(config, clock()), options.listen, options.front, secret, injector)
+        limits = load_limits(options.tenant_limits) if options.tenant_limits else NO_LIMITS
+        shell = Shell(Core(config, clock(), limits=limits), options.listen, options.front, secret, injector)
     except (ValueError, OSError, zmq.ZMQError) as error:
         print(f"scheduler core: {error}", file=sys.stderr)
         return 2

@@ -31,6 +31,7 @@ from scheduler_svc.core.routing import Routing
 from scheduler_svc.core.sessions import Sessions
 from scheduler_svc.core.streams import Streams
 from scheduler_svc.core.suspects import Suspects
+from scheduler_svc.core.tenants import NO_LIMITS, LimitsFile, Tenants
 from scheduler_svc.core.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,9 @@ _SURVEY_INTERVAL = 1.0  # seconds between looks for requests that nobody can tak
 
 
 class Core:
-    def __init__(self, config: CoreConfig, now: float, incarnation: int | None = None) -> None:
+    def __init__(
+        self, config: CoreConfig, now: float, incarnation: int | None = None, limits: LimitsFile = NO_LIMITS
+    ) -> None:
         self.config = config
         self.started = now
         self.incarnation = secrets.randbits(64) if incarnation is None else incarnation
@@ -53,7 +56,8 @@ class Core:
         self.routing = Routing(config, self.residency)
         self.suspects = Suspects(config)
         self.workers = Workers(self.outbox, config.max_workers)
-        self.streams = Streams(self.outbox, self.residency)
+        self.tenants = Tenants(limits)
+        self.streams = Streams(self.outbox, self.residency, self.tenants)
         self.fleet = Fleet(config, self.outbox)
         self.assets = Assets(config, self.outbox)
         self.planner = Planner(config, self.workers, self.residency, self.routing, self.suspects)
@@ -116,6 +120,7 @@ class Core:
         if now - self._last_survey >= _SURVEY_INTERVAL:
             self._last_survey = now
             self._survey(now)
+            self.tenants.forget_idle(now)
             if self.fleet.forget_old(now):
                 self.fleet_changed = True
         self._ping(self.outbox.silent_since(now - self.config.ping_interval))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from protos import front
 from protos.wire import WireError, unpack_int32
-from scheduler_svc.core import status
+from scheduler_svc.core import operations, status
 from scheduler_svc.core.commit import end_reason
 from scheduler_svc.core.door import Refusal, check_queue, token_limit
 from scheduler_svc.core.models import ModelEntry
@@ -44,6 +44,9 @@ class FrontDesk:
             worker = core.workers.find(message.worker)
             if worker is not None and worker.incarnation == message.incarnation:
                 self.worker_gone(worker)
+            return
+        if isinstance(message, front.Control):
+            core.outbox.to_worker(peer, front.Status(message.ticket, operations.perform(core, message)))
             return
         if isinstance(message, front.GetStatus):  # anyone on the ipc socket may ask
             body = status.body(core, now, message.request_id, message.check_invariants)
@@ -164,18 +167,22 @@ class FrontDesk:
         limit = token_limit(submit, entry, core.config, now)
         check_queue(submit, entry, core.config)
         same_number = core.streams.by_key.get((worker.peer, submit.stream))
-        for old in (same_number, core.streams.by_request.get(submit.request_id)):
-            if old is None or core.streams.by_key.get(old.key) is not old:
-                continue
-            if not submit.continuation:
-                raise Refusal(
-                    front.ALREADY_EXISTS, f"request {submit.request_id!r} is live", "request_id", submit.request_id
-                )
+        same_id = core.streams.by_request.get((submit.tenant, submit.request_id))  # another tenant's ids are not ours
+        replaced = [old for old in (same_number, same_id) if old is not None]
+        if replaced and not submit.continuation:
+            raise Refusal(
+                front.ALREADY_EXISTS, f"request {submit.request_id!r} is live", "request_id", submit.request_id
+            )
+        queued = sum(model.queue.tokens[submit.tenant] for model in core.fleet.models.values())
+        core.tenants.check(submit, queued, replaced, now)
+        for old in replaced:
+            if core.streams.by_key.get(old.key) is not old:
+                continue  # it was both
             if old.key == (worker.peer, submit.stream):
                 core.streams.drop(old)  # under the same number, an end of the old would look like one of the new
             else:
                 core.streams.fail(old, front.ABORTED, "a continuation of this request replaced it")
-        stream = Stream(worker, submit.stream, submit.request_id, entry, submit.deadline, now)
+        stream = Stream(worker, submit.stream, submit.request_id, entry, submit.deadline, now, submit.tenant)
         stop_ids = frozenset(unpack_int32(submit.stop_ids).tolist())
         hashes = b"" if submit.bypass_cache else submit.block_hashes
         for choice in submit.choices:
@@ -188,6 +195,7 @@ class FrontDesk:
             )  # fmt: skip
         stream.live = len(stream.sequences)
         core.streams.add(stream)
+        core.tenants.opened(stream, len(submit.prompt) // 4, now)
         core.outbox.to_worker(worker.peer, front.Accepted(submit.stream))
         for sequence in list(stream.sequences.values()):
             entry.queue.push(sequence, now)

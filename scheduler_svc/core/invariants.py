@@ -136,6 +136,14 @@ def _sequences(core: Core) -> list[str]:
         problems.append(f"{len(live)} live sequences, {len(places)} sequences in queues and slots")
     if any(count != 1 for count in places.values()):
         problems.append("a sequence is in two places")
+    if core.tenants.live() != set(core.streams.by_key.values()):
+        problems.append("the tenants' streams are not the live streams")
+    for entry in core.fleet.models.values():
+        queued: Counter[str] = Counter()
+        for sequence in entry.queue:
+            queued[sequence.salt] += sequence.known
+        if queued != entry.queue.tokens:
+            problems.append(f"model {entry.name}: the tenants' queued tokens differ from the queue's")
     for worker in core.workers.by_peer.values():
         if worker.sent - worker.credited > worker.window:
             problems.append(f"worker {worker.name} was sent {worker.sent - worker.credited} tokens beyond its credit")

@@ -72,6 +72,14 @@ class PrefixCache:
         self._pool.findable[block] = True
         return entry
 
+    def flush(self) -> int:
+        """Nothing is found any more. Returns how many blocks could be; those that sequences hold stay theirs."""
+        entries = list(self.by_block.values())
+        for entry in entries:
+            self._drop(entry)
+            self._pool.forget(entry.block)
+        return len(entries)
+
     def _evicted(self, block: int) -> None:
         self._drop(self.by_block[block])
 

@@ -9,6 +9,7 @@ Continuations go before new work.
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator
 
 from scheduler_svc.core.sequence import Sequence, State
@@ -18,6 +19,7 @@ class WaitingQueue:
     def __init__(self, ageing: float) -> None:
         self._ageing = ageing
         self._entries: list[tuple[tuple[int, float, int], Sequence]] = []
+        self.tokens: Counter[str] = Counter()  # by tenant: known tokens of its sequences here
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -37,6 +39,8 @@ class WaitingQueue:
         sequence.unroutable_since = 0.0
         sequence.prefix_wait_until = 0.0
         sequence.waits_for = "its turn"
+        sequence.queued_tokens = sequence.known
+        self.tokens[sequence.salt] += sequence.known
         bisect.insort(self._entries, (sequence.wait_key, sequence), key=_key)
 
     def remove(self, sequence: Sequence) -> None:
@@ -44,6 +48,15 @@ class WaitingQueue:
         if at == len(self._entries) or self._entries[at][1] is not sequence:
             raise RuntimeError("the sequence is not in this queue")
         del self._entries[at]
+        left = self.tokens[sequence.salt] - sequence.queued_tokens
+        if left:
+            self.tokens[sequence.salt] = left
+        else:
+            del self.tokens[sequence.salt]
+
+    def ahead_of(self, sequence: Sequence) -> int:
+        """How many come before it."""
+        return bisect.bisect_left(self._entries, sequence.wait_key, key=_key)
 
 
 def _key(entry: tuple[tuple[int, float, int], Sequence]) -> tuple[int, float, int]:

@@ -33,11 +33,23 @@ class State(IntEnum):
 class Stream:
     """One request: its choices share everything but their outputs."""
 
-    __slots__ = ("deadline", "key", "live", "model", "number", "request_id", "sequences", "submitted", "worker")
+    __slots__ = (
+        "charged", "deadline", "key", "live", "model", "number", "request_id", "sequences", "submitted", "tenant",
+        "worker",
+    )  # fmt: skip
 
     def __init__(
-        self, worker: WorkerState, number: int, request_id: str, model: ModelEntry, deadline: float, now: float
+        self,
+        worker: WorkerState,
+        number: int,
+        request_id: str,
+        model: ModelEntry,
+        deadline: float,
+        now: float,
+        tenant: str = "",
     ) -> None:
+        self.tenant = tenant
+        self.charged = 0  # outputs that its tenant's rate was charged for (tenants.py)
         self.worker = worker
         self.number = number
         self.request_id = request_id
@@ -76,6 +88,7 @@ class Sequence:
         "priority",
         "prompt",
         "prompt_len",
+        "queued_tokens",
         "salt",
         "sampling",
         "seen",
@@ -128,6 +141,7 @@ class Sequence:
         self.order = order  # of submission: breaks ties for ever the same way
         self.wait_key: tuple[int, float, int] = (0, 0.0, 0)
         self.enqueued = now
+        self.queued_tokens = 0  # counted for its tenant while it waits
         self.unroutable_since = 0.0
         self.prefix_wait_until = 0.0
         self.waits_for = ""

@@ -6,22 +6,26 @@
     executors[]: name, session, model, status, epoch, unanswered, steps, round_us, oldest_step_age, token_budget,
                  slots{used,total}, blocks{total,free,cached,owned}, prefix{hits,lookups}, settling
     models[]:    name, fingerprint, executors_ready, executors_expected, running, waiting, live_streams
+    tenants[]:   name, requests, queued_tokens; where limited max_requests, max_queued_tokens, tokens_per_second,
+                 token_credit
     workers[]:   name, streams, sent, credited, window
     counters:    tokens, finished, failed, preemptions, prefix_hits (blocks), dropped_rows, bad_assets; those that are
                  not 0 of epochs_lost, stale_results, malformed, unexpected, strangers, refused, rejected, hung,
                  disconnects
     problems[]:  broken invariants (only when asked for)
-    request:     state, waits_for, outputs, preemptions, deaths of each choice (only when asked for)
+    request:     model, tenant, priority, age, reason, choices[]{index, state, waits_for, outputs, preemptions, deaths,
+                 executor, ahead, waiting_seconds}; or only state "unknown" (only when asked for)
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.invariants import check_all
-from scheduler_svc.core.sequence import State
+from scheduler_svc.core.sequence import Sequence, State, Stream
 
 if TYPE_CHECKING:
     from scheduler_svc.core.core import Core
@@ -45,6 +49,7 @@ def body(core: Core, now: float, request_id: str, with_invariants: bool) -> dict
             }
             for entry in core.fleet.models.values()
         ],
+        "tenants": core.tenants.describe(_queued(core), now),
         "workers": [
             {
                 "name": worker.name,
@@ -69,7 +74,7 @@ def body(core: Core, now: float, request_id: str, with_invariants: bool) -> dict
     if with_invariants:
         result["problems"] = check_all(core)
     if request_id:
-        result["request"] = _request(core, request_id)
+        result["request"] = explain(core, request_id, now)
     return result
 
 
@@ -99,20 +104,70 @@ def _executor(executor: ExecutorState, now: float) -> dict[str, object]:
     }
 
 
-def _request(core: Core, request_id: str) -> dict[str, object]:
-    stream = core.streams.by_request.get(request_id)
+def _queued(core: Core) -> dict[str, int]:
+    """Tokens that wait, by tenant."""
+    total: Counter[str] = Counter()
+    for entry in core.fleet.models.values():
+        total.update(entry.queue.tokens)
+    return total
+
+
+def explain(core: Core, request_id: str, now: float) -> dict[str, object]:
+    """Where a request is and why it waits."""
+    # Two tenants may have chosen the same id: the older one is shown.
+    found = [stream for (_, name), stream in core.streams.by_request.items() if name == request_id]
+    stream = min(found, key=lambda stream: stream.submitted, default=None)
     if stream is None:
-        return {"state": "unknown"}
+        return _early(core, request_id, now)
+    choices = [_choice(core, index, sequence, now) for index, sequence in stream.sequences.items()]
+    waiting = [str(choice["waits_for"]) for choice in choices if choice["state"] == State.WAITING.name]
+    first = next(iter(stream.sequences.values()))
     return {
-        "choices": [
-            {
-                "index": index,
-                "state": sequence.state.name,
-                "waits_for": core.routing.why_it_waits(sequence) if sequence.state is State.WAITING else "",
-                "outputs": sequence.num_outputs,
-                "preemptions": sequence.preemptions,
-                "deaths": sequence.deaths,
-            }
-            for index, sequence in stream.sequences.items()
-        ]
+        "model": stream.model.name,
+        "tenant": stream.tenant,
+        "priority": first.priority,
+        "age": max(0.0, now - first.arrival),
+        "reason": f"it waits for {waiting[0]}" if waiting else _moving(stream),
+        "choices": choices,
     }
+
+
+def _moving(stream: Stream) -> str:
+    states = {sequence.state for sequence in stream.sequences.values()}
+    if State.SETTLING in states:
+        return "it was preempted, and waits for the answer to its last step"
+    worker = stream.worker
+    if worker.room <= 0:
+        return f"it is in a slot, but its API worker {worker.name!r} has not dealt with {worker.window} tokens yet"
+    return "it runs"
+
+
+def _choice(core: Core, index: int, sequence: Sequence, now: float) -> dict[str, object]:
+    waits = sequence.state is State.WAITING
+    return {
+        "index": index,
+        "state": sequence.state.name,
+        "waits_for": core.routing.why_it_waits(sequence) if waits else "",
+        "outputs": sequence.num_outputs,
+        "preemptions": sequence.preemptions,
+        "deaths": sequence.deaths,
+        "executor": sequence.executor.name if sequence.executor is not None else "",
+        "ahead": sequence.stream.model.queue.ahead_of(sequence) if waits else 0,
+        "waiting_seconds": max(0.0, now - sequence.enqueued) if waits else 0.0,
+    }
+
+
+def _early(core: Core, request_id: str, now: float) -> dict[str, object]:
+    """A request whose model has not been seen (yet)."""
+    for early in core.front_desk.early.values():
+        submit = early.submit
+        if submit.request_id == request_id:
+            return {
+                "model": submit.model,
+                "tenant": submit.tenant,
+                "priority": submit.priority,
+                "age": max(0.0, now - submit.arrival),
+                "reason": f"no executor of its model was seen; it waits {max(0.0, early.until - now):.1f} s more",
+                "choices": [],
+            }
+    return {"state": "unknown"}

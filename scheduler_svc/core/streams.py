@@ -13,22 +13,24 @@ from protos import front
 from scheduler_svc.core.outbox import Outbox
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence, State, Stream
+from scheduler_svc.core.tenants import Tenants
 
 
 class Streams:
-    def __init__(self, outbox: Outbox, residency: Residency) -> None:
+    def __init__(self, outbox: Outbox, residency: Residency, tenants: Tenants) -> None:
         self.by_key: dict[tuple[bytes, int], Stream] = {}
-        self.by_request: dict[str, Stream] = {}
+        self.by_request: dict[tuple[str, str], Stream] = {}  # (tenant, request id)
         self.finished = 0  # choices
         self.failed = 0  # streams
         self._outbox = outbox
         self._residency = residency
+        self._tenants = tenants
         self._deadlines: list[tuple[float, int, Stream]] = []
         self._ties = count()
 
     def add(self, stream: Stream) -> None:
         self.by_key[stream.key] = stream
-        self.by_request[stream.request_id] = stream
+        self.by_request[stream.tenant, stream.request_id] = stream
         stream.worker.streams[stream.number] = stream
         stream.model.live_streams += 1
         if stream.deadline > 0.0:
@@ -42,6 +44,7 @@ class Streams:
         if sequence.state is State.ENDED:
             raise RuntimeError("a choice cannot end twice")
         self._residency.detach(sequence)
+        del sequence.outputs[4 * outputs :]  # those past a stop string: nobody pays for them
         stream = sequence.stream
         self.finished += 1
         cached = max(sequence.cached_tokens, 0)
@@ -76,8 +79,9 @@ class Streams:
         return self._deadlines[0][0] if self._deadlines else None
 
     def _remove(self, stream: Stream) -> None:
+        self._tenants.closed(stream)
         del self.by_key[stream.key]
         del stream.worker.streams[stream.number]
-        if self.by_request.get(stream.request_id) is stream:
-            del self.by_request[stream.request_id]
+        if self.by_request.get((stream.tenant, stream.request_id)) is stream:
+            del self.by_request[stream.tenant, stream.request_id]
         stream.model.live_streams -= 1

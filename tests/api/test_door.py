@@ -143,6 +143,8 @@ async def test_unknown_and_ambiguous_models() -> None:
         assert "'other'" in error.details()
         assert "m" in error.details()
         await r.core.announce(model_state("m"), model_state("second"))
+        while len(r.server.models.announced()) != 2:
+            await r.stub.ListModels(pb.ListModelsRequest())
         await r.stream(ids_request(model="second", stopping=pb.Stopping(max_tokens=1)))
         error = await refusal_of(r.stub, ids_request())
         assert error.code() == INVALID

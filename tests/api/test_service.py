@@ -252,7 +252,9 @@ async def test_list_models() -> None:
     async with rig() as r:
         (model,) = (await r.stub.ListModels(pb.ListModelsRequest())).models
         assert model.name == "m"
-        assert model.defaults == pb.SamplingDefaults(temperature=0.25, top_k=7, top_p=0.5, min_p=0.0)
+        assert model.defaults == pb.SamplingDefaults(
+            temperature=0.25, top_k=7, top_p=0.5, min_p=0.0, repetition_penalty=1.0
+        )
         assert model.accepts_text
         assert model.accepts_chat
         assert list(model.eos_token_ids) == [EOS]

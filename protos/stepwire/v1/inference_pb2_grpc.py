@@ -49,6 +49,16 @@ class InferenceStub(object):
                 request_serializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/stepwire.v1.Inference/Tokenize',
+                request_serializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/stepwire.v1.Inference/Detokenize',
+                request_serializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer(object):
@@ -75,6 +85,21 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """The ids that a prompt would have, and their count, without running it: for a prompt that passes here, Generate sees
+        exactly these. INVALID_ARGUMENT for a model without a usable tokenizer (or, for a chat, without a template).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of ids, as the deltas of a stream would put it together.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -92,6 +117,16 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=protos_dot_stepwire_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -175,6 +210,60 @@ class Inference(object):
             '/stepwire.v1.Inference/ListModels',
             protos_dot_stepwire_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             protos_dot_stepwire_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.Inference/Tokenize',
+            protos_dot_stepwire_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            protos_dot_stepwire_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/stepwire.v1.Inference/Detokenize',
+            protos_dot_stepwire_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            protos_dot_stepwire_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,12 +20,14 @@ REPLACEMENT = "\ufffd"
 
 class Detokenizer:
     """The text of one choice. ``starts_text``: the output is a text of its own (a chat answer), so that the space that
-    SentencePiece puts before a text's first word goes; else it goes on from the prompt's text, and the space stays."""
+    SentencePiece puts before a text's first word goes; else it goes on from the prompt's text, and the space stays.
+    ``keep_special``: special tokens are written out; else they have no text."""
 
-    __slots__ = ("_bare", "_broken", "_pending", "_strip", "_table")
+    __slots__ = ("_bare", "_broken", "_keep_special", "_pending", "_strip", "_table")
 
-    def __init__(self, table: PieceTable, starts_text: bool = True) -> None:
+    def __init__(self, table: PieceTable, starts_text: bool = True, keep_special: bool = False) -> None:
         self._table = table
+        self._keep_special = keep_special
         self._pending = b""  # the start of a character
         self._broken = False  # pieces: this run of bytes is not UTF-8
         self._strip = table.plan.strip if starts_text else 0
@@ -34,7 +36,7 @@ class Detokenizer:
     def push(self, tokens: list[int]) -> str:
         """The text that these tokens, the next ones, release."""
         if self._table.plan.family == BYTE_LEVEL:
-            data = self._table.joined(tokens)
+            data = self._table.joined(tokens, self._keep_special)
             if self._pending:
                 data = self._pending + data
             text, used = codecs.utf_8_decode(data, "replace", False)
@@ -58,7 +60,7 @@ class Detokenizer:
 
     def _push_piece(self, token: int) -> str:
         piece = self._table[token]
-        if piece.special or not (piece.data or piece.bare is not None):
+        if (piece.special and not self._keep_special) or not (piece.data or piece.bare is not None):
             return ""
         if piece.raw:
             self._bare = False

@@ -4,7 +4,7 @@ Everything here is a pure function of the tokens and the request, never of time 
 choice continued from its first k ids goes on with the very byte at which the former stream broke off.
 
 Ends, in the order in which they win at one token: a stop string completed by it, EOS, a stop id, the limit. The text of
-an EOS token or stop id is no part of the text; the id is.
+an EOS token or stop id is no part of the text, unless ``include_stop``; the id is.
 """
 
 from __future__ import annotations
@@ -27,9 +27,13 @@ class End:
 
 
 class Output:
-    """``special_text`` names the text of a special token ("" for others); without a detokenizer there is no text."""
+    """``special_text`` names the text of a special token that the text leaves out ("" for others); without a
+    detokenizer there is no text. Within the first ``min_tokens`` ids less one no stop string counts."""
 
-    __slots__ = ("_detokenizer", "_eos", "_limit", "_matcher", "_special_text", "_stop_ids", "end", "ids", "text")
+    __slots__ = (
+        "_detokenizer", "_eos", "_include_stop", "_limit", "_matcher", "_min_tokens", "_special_text", "_stop_ids",
+        "end", "ids", "text",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -40,6 +44,8 @@ class Output:
         limit: int,
         stops: StopStrings | None = None,
         special_text: Callable[[int], str] = lambda token: "",
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._detokenizer = detokenizer
         self._eos = eos  # empty where EOS does not end the choice
@@ -47,6 +53,8 @@ class Output:
         self._limit = limit  # outputs, at most; 0: the core knows the end
         self._matcher = StopMatcher(stops) if stops is not None else None
         self._special_text = special_text
+        self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self.ids: list[int] = []
         self.text: list[str] = []  # released, not yet taken
         self.end: End | None = None
@@ -64,7 +72,8 @@ class Output:
             tokens = tokens[: ending + 1]
         self.ids += tokens
         if self._detokenizer is not None:
-            self.text.append(self._detokenizer.push(tokens[:-1] if ending >= 0 else tokens))
+            leave_out = ending >= 0 and not self._include_stop
+            self.text.append(self._detokenizer.push(tokens[:-1] if leave_out else tokens))
         if ending >= 0:
             self._finish_on(tokens[-1])
         elif self._limit and len(self.ids) >= self._limit:
@@ -92,10 +101,10 @@ class Output:
         for taken, token in enumerate(tokens, 1):
             self.ids.append(token)
             ends = token in self._eos or token in self._stop_ids
-            before = self._save() if ends else None
+            before = self._save() if ends and not self._include_stop else None
             released = self._match(token)
             if isinstance(released, StopMatch):
-                self.text.append(released.text)
+                self.text.append(released.text + released.matched if self._include_stop else released.text)
                 self.end = End(STOP_TEXT, stop=released.stop)
                 return taken
             if before is not None:
@@ -103,6 +112,9 @@ class Output:
                 self._finish_on(token)
                 return taken
             self.text.append(released)
+            if ends:
+                self._finish_on(token)
+                return taken
             if self._limit and len(self.ids) >= self._limit:
                 self.finish(End(LENGTH))
                 return taken
@@ -111,10 +123,11 @@ class Output:
     def _match(self, token: int) -> str | StopMatch:
         assert self._detokenizer is not None
         assert self._matcher is not None
+        armed = len(self.ids) >= self._min_tokens
         special = self._special_text(token)
         if special:
-            return self._matcher.push_special(special)
-        return self._matcher.push(self._detokenizer.push([token]))
+            return self._matcher.push_special(special, armed)
+        return self._matcher.push(self._detokenizer.push([token]), armed)
 
     def _save(self) -> tuple[object, object]:
         assert self._detokenizer is not None

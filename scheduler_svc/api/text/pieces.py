@@ -84,7 +84,8 @@ _ALPHABET: Final = _byte_level_alphabet()
 @dataclass(frozen=True, slots=True)
 class Piece:
     """One token id. ``data`` is UTF-8, or for ``raw`` one byte of a longer character; ``special`` is the token's own
-    text when it is a special token, which the text leaves out. ``bare`` is ``data`` for the first piece of a text."""
+    text when it is a special token, which the text leaves out unless it is asked for: then as ``data`` says. ``bare``
+    is ``data`` for the first piece of a text."""
 
     data: bytes
     raw: bool = False
@@ -107,6 +108,7 @@ class PieceTable:
         self._tokenizer = tokenizer
         self._pieces: dict[int, Piece] = {}
         self._bytes: dict[int, bytes] = {}
+        self._spelled: dict[int, bytes] = {}  # the same with special tokens written out
 
     def __getitem__(self, token: int) -> Piece:
         piece = self._pieces.get(token)
@@ -114,33 +116,33 @@ class PieceTable:
             piece = self._pieces[token] = self._make(token)
         return piece
 
-    def joined(self, tokens: list[int]) -> bytes:
-        """Byte level only: the bytes of many tokens, special ones left out."""
-        cache = self._bytes
+    def joined(self, tokens: list[int], keep_special: bool = False) -> bytes:
+        """Byte level only: the bytes of many tokens, special ones left out or kept."""
+        cache = self._spelled if keep_special else self._bytes
         try:
             return b"".join([cache[token] for token in tokens])
         except KeyError:
             for token in tokens:
-                cache[token] = self[token].data
+                piece = self[token]
+                cache[token] = b"" if piece.special and not keep_special else piece.data
             return b"".join([cache[token] for token in tokens])
 
     def _make(self, token: int) -> Piece:
-        special = self.special.get(token)
-        if special is not None:
-            return Piece(b"", special=special)
-        text = self._tokenizer.id_to_token(token)
+        special = self.special.get(token, "")
+        text = special or self._tokenizer.id_to_token(token)
         if text is None:  # a hole, or padding of the vocabulary: the full decode has nothing for it either
             return _NOTHING
         plan = self.plan
         if plan.family == BYTE_LEVEL:
             values = [_ALPHABET.get(char) for char in text]
             # An added token may hold characters outside the alphabet: it stands for itself.
-            return Piece(text.encode() if None in values else bytes(value for value in values if value is not None))
+            data = text.encode() if None in values else bytes(value for value in values if value is not None)
+            return Piece(data, special=special)
         original = text
         for old, new in plan.replacements:
             text = text.replace(old, new)
         if plan.byte_fallback and (match := _BYTE_PIECE.fullmatch(text)):
-            return Piece(bytes([int(match[1], 16)]), raw=True)
+            return Piece(bytes([int(match[1], 16)]), raw=True, special=special)
         if plan.bare_first and plan.bare_first in original:
-            return Piece(text.encode(), bare=original.replace(plan.bare_first, "").encode())
-        return Piece(text.encode())
+            return Piece(text.encode(), special=special, bare=original.replace(plan.bare_first, "").encode())
+        return Piece(text.encode(), special=special)

@@ -60,6 +60,7 @@ class _Automaton:
 class StopMatch:
     stop: str
     text: str  # the text still to be released: what was held back, up to the match
+    matched: str  # the part of the match that is text (not of special tokens): it follows ``text``
 
 
 class StopStrings:
@@ -87,32 +88,35 @@ class StopMatcher:
         # Which of the last characters of the spelled-out text are text: only they are ever held back.
         self._visible: deque[bool] = deque(maxlen=stops.longest)
 
-    def push(self, text: str) -> str | StopMatch:
-        """The text that can be released now that ``text`` follows, or the match."""
+    def push(self, text: str, armed: bool = True) -> str | StopMatch:
+        """The text that can be released now that ``text`` follows, or the match. Not ``armed``: a stop string that is
+        completed here does not count."""
         automaton, state = self._stops.plain, self._plain
         for position, char in enumerate(text, 1):
             state = automaton.step(state, char)
             found = automaton.found[state]
             spelled = self._spell(char, True) if self._stops.spelled is not None else None
-            if found is not None or spelled is not None:
+            if armed and (found is not None or spelled is not None):
                 whole = self._held + text[:position]
                 plain_cut = len(found) if found is not None else 0
                 spelled_cut = self._shown(len(spelled)) if spelled is not None else 0
                 # Both end here: the one that begins first.
                 stop = found if spelled is None or (found is not None and plain_cut >= spelled_cut) else spelled
                 assert stop is not None
-                return StopMatch(stop, whole[: len(whole) - max(plain_cut, spelled_cut)])
+                cut = len(whole) - max(plain_cut, spelled_cut)
+                return StopMatch(stop, whole[:cut], whole[cut:])
         self._plain = state
         return self._release(text)
 
-    def push_special(self, text: str) -> str | StopMatch:
+    def push_special(self, text: str, armed: bool = True) -> str | StopMatch:
         """A special token, whose own text is ``text``, follows. As for ``push``."""
         if self._stops.spelled is None:
             return ""
         for char in text:
             found = self._spell(char, False)
-            if found is not None:
-                return StopMatch(found, self._held[: len(self._held) - self._shown(len(found))])
+            if armed and found is not None:
+                cut = len(self._held) - self._shown(len(found))
+                return StopMatch(found, self._held[:cut], self._held[cut:])
         return self._release("")
 
     def flush(self) -> str:

@@ -21,8 +21,8 @@ BLOCKS_PER_MULTIPROCESSOR = 2  # decode blocks that run at once: what shared mem
 
 
 class KernelOps:
-    """One instance per model; it owns the KV cache. Activations are contiguous, of ``dtype``, on the device; rows beyond
-    the step's T tokens are padding: attention leaves them zero, and nothing of them reaches the cache."""
+    """One instance per model; it owns the KV cache. Activations are contiguous, of ``dtype``, on the device; rows
+    beyond the step's T tokens are padding: attention leaves them zero, and nothing of them reaches the cache."""
 
     name = "kernels"
 
@@ -63,10 +63,9 @@ class KernelOps:
     def begin_step(self, metadata: StepMetadata) -> None:
         """Plan the step's attention and copy to the device what every layer shares."""
         num_blocks, _, block_size, _ = self._keys[0].shape
-        if (
-            metadata.block_tables.max(initial=-1) >= num_blocks
-            or metadata.kv_slots.max(initial=-1) >= num_blocks * block_size
-        ):
+        last_block = metadata.block_tables.max(initial=-1)
+        last_slot = metadata.kv_slots.max(initial=-1)
+        if last_block >= num_blocks or last_slot >= num_blocks * block_size:
             raise ValueError(f"the step names blocks that a cache of {num_blocks} does not have")
         if metadata.positions.max(initial=0) >= len(self._rope):
             raise ValueError(f"the step goes beyond the context of {len(self._rope)} tokens")

@@ -26,6 +26,6 @@ def test_found_on_that_step(restartable: Cluster, alone: list[Answer], kind: str
     assert f"seq={FOUND_AT[kind]} " in lost[0]
     status = settled(restartable)
     assert status["counters"]["epochs_lost"] == 1
-    assert status["counters"]["failed"] == 0
+    assert (status["counters"]["finished"], status["counters"]["failed"]) == (len(alone), 0), "exactly one end each"
     (session,) = status["executors"]
     assert session["epoch"][1] == 2, "the second epoch of this session"

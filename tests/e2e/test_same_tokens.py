@@ -39,7 +39,7 @@ def test_scheduler_settings(restartable: Cluster, alone: list[Answer], name: str
     assert ids(second) == ids(alone)
     cached = sum(answer.usage.cached_tokens for answer in second if answer.usage)
     assert (cached == 0) == (name == "no-prefix-cache")
-    settled(restartable)
+    assert settled(restartable)["counters"]["finished"] == len(first) + len(second), "exactly one end each"
 
 
 def test_forced_preemption(restartable: Cluster, alone: list[Answer]) -> None:
@@ -50,4 +50,6 @@ def test_forced_preemption(restartable: Cluster, alone: list[Answer]) -> None:
     answers = generate(restartable.address, [*before, *common_requests()])
     assert ids(answers[8:]) == ids(alone)
     assert all(len(answer.ids) == 100 for answer in answers[:8])
-    assert settled(restartable)["counters"]["preemptions"] > 0
+    counters = settled(restartable)["counters"]
+    assert counters["preemptions"] > 0
+    assert counters["finished"] == len(answers), "exactly one end each"

@@ -17,6 +17,11 @@ class CoreConfig:
     queue_retry_after: float = 1.0  # told to a client that found the queue full
     ageing: float = 10.0  # waiting this long is worth one priority class
     prefix_wait: float = 1.0  # at most this long for a prefix that another sequence is computing
+    placement_wait: float = 1.0  # at most this long for its turn on a better placed executor
+    fair_window: float = 120.0  # a tenant ahead of others in service stands back by up to this (0: no fair shares) ...
+    fair_tokens: int = 16384  # ... which it reaches when it is this many tokens ahead
+    kv_overcommit: float = 4.0  # admit while the peak of KV that may be needed is within this many pools (0: no look)
+    itl_target: float = 0.5  # between two tokens of a stream while prompts are computed (0: none)
     text_run_ahead: int = 32  # tokens past the worker's acknowledgement, for streams that stop on text
 
     wait_for_executor: float = 30.0  # then UNAVAILABLE
@@ -46,5 +51,7 @@ class CoreConfig:
         for field in fields(self):
             if getattr(self, field.name) < 0:
                 raise ValueError(f"{field.name} {getattr(self, field.name)}: must not be negative")
+        if 0.0 < self.kv_overcommit < 1.0:
+            raise ValueError(f"kv_overcommit {self.kv_overcommit:g}: 0, or at least 1")
         if self.text_run_ahead < 1:
             raise ValueError("text_run_ahead must be at least 1")

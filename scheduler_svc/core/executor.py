@@ -10,6 +10,7 @@ from protos.digest import epoch_digest
 from protos.step import Hello, Load
 from protos.wire import Epoch
 from scheduler_svc.core.blocks import BlockPool
+from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pipeline import PlanRecord
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.sequence import Sequence
@@ -47,6 +48,7 @@ class ExecutorState:
         self.last_answer = now
         self.steps = 0  # answered, over all epochs
         self.round_us = 0  # of the newest result
+        self.pace = Pace(0.0)
         self.epochs = 0
         self.version = 1  # of the protocol, agreed at the Welcome
         self.load: Load | None = None  # newest, for operators

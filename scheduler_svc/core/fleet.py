@@ -9,6 +9,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.models import ModelEntry
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Outbox
+from scheduler_svc.core.pace import Pace
 
 # Two views of a batch that differ make a quarantine. A batch that raises is more likely the fault of a request, which
 # takes four lost epochs to convict (suspects.py), so it counts less.
@@ -68,7 +69,7 @@ class Fleet:
         card = hello.model
         entry = self.models.get(card.name)
         if entry is None:
-            entry = ModelEntry(card, hello.limits.block_size, self._config.ageing, now)
+            entry = ModelEntry(card, hello.limits.block_size, self._config, now)
             self.models[card.name] = entry
         elif not entry.executors and not entry.live_streams:
             entry.describe(card, hello.limits.block_size)
@@ -76,6 +77,7 @@ class Fleet:
         if self._config.kv_blocks_limit:
             blocks = min(blocks, self._config.kv_blocks_limit)
         executor = ExecutorState(session, hello, entry, blocks, now)
+        executor.pace = Pace(self._config.itl_target)
         entry.executors.append(executor)
         entry.expected.pop(hello.executor, None)
         self.sessions[session] = executor

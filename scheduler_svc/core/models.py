@@ -5,15 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from protos.step import ModelCard
+from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
+from scheduler_svc.core.fairness import FairShares
+from scheduler_svc.core.passing import AdmissionLog
 from scheduler_svc.core.queue import WaitingQueue
 
 
 class ModelEntry:
-    def __init__(self, card: ModelCard, block_size: int, ageing: float, now: float) -> None:
+    def __init__(self, card: ModelCard, block_size: int, config: CoreConfig, now: float) -> None:
         self.name = card.name
-        self.ageing = ageing
-        self.queue = WaitingQueue(ageing)
+        self.queue = WaitingQueue(config.ageing, FairShares(config.fair_window, config.fair_tokens))
+        self.admissions = AdmissionLog()
         self.executors: list[ExecutorState] = []
         self.expected: dict[str, tuple[float, int]] = {}  # vanished executors: name -> (until, max_sequence_tokens)
         self.live_streams = 0

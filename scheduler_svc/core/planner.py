@@ -86,6 +86,7 @@ class Planner:
             if draft.budget <= 0:
                 break
             if alone is None or sequence is alone:
+        draft.budget = executor.pace.prompt_tokens(draft.budget, len(draft.decode))
                 self._add_prefill(executor, sequence, draft)
         if alone is None or alone.state is State.WAITING:
             self._admit(executor, alone, draft, now)
@@ -215,6 +216,7 @@ class Planner:
         if now >= sequence.prefix_wait_until:
             return False
         sequence.waits_for = "a prefix that another request computes"
+            executor.model.admissions.add(sequence, now)
         return True
 
     def _make_room(
@@ -228,8 +230,11 @@ class Planner:
             needed = self._residency.blocks_needed(executor, sequence, hits)
             headroom = 0 if alone else self._routing.headroom(executor)
             if table.free and needed + headroom <= pool.available:
-                return True
-            sequence.waits_for = "blocks" if table.free else "a slot"
+                if alone or self._routing.peak_fits(executor, sequence):
+                    return True
+                sequence.waits_for = "KV that those which run may come to need"
+            else:
+                sequence.waits_for = "blocks" if table.free else "a slot"
             runnable = self._may_run(executor, draft)
             if alone:
                 spare = {slot for slot, _, _ in draft.prefill} | set(draft.decode.tolist())

@@ -3,8 +3,9 @@
 * Decode rows first, then prefill chunks, within the step's token budget. When prefill waits and decode would take the
   whole budget, an eighth of it is kept for prefill; decode rows that do not fit take turns (`rotate`).
 * A victim is the one that matters least: rows that may not run anyway (no credit, awaiting acknowledgement) first,
-  then the lowest class, then the latest arrival. It must truly free blocks, and must have made progress since its last
-  preemption.
+  then the lowest class, then the cheapest to compute again, which costs more each time it was preempted; then the
+  latest arrival. It must truly free blocks, and must have made progress since its last preemption: every preemption
+  follows a token, so there are no more of them than tokens.
 """
 
 from __future__ import annotations
@@ -83,10 +84,16 @@ def victim(
     executor: ExecutorState, candidates: Iterable[Sequence], runnable: npt.NDArray[np.bool_], forced: bool
 ) -> Sequence | None:
     """The candidate that matters least of those whose preemption frees blocks; ``runnable`` marks the slots that could
-    have a row in this plan. ``forced``: nothing else helps, so lack of progress is no excuse."""
+    have a row in this plan. ``forced``: nothing else helps, so lack of progress is no excuse; then the latest arrival
+    goes, whatever it costs, so that the first one comes to its end."""
+    table = executor.table
+
+    def cost(sequence: Sequence) -> int:
+        return 0 if forced else int(table.length[sequence.slot]) * (1 + sequence.preemptions)
+
     ranked = sorted(
         (s for s in candidates if forced or s.num_outputs > s.mark_at_preemption),
-        key=lambda s: (not runnable[s.slot], s.priority, s.arrival, s.order),
+        key=lambda s: (not runnable[s.slot], s.priority, -cost(s), s.arrival, s.order),
         reverse=True,
     )
     return next((s for s in ranked if executor.pool.yields(executor.table.blocks[s.slot])), None)

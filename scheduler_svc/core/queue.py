@@ -1,36 +1,73 @@
 """The waiting sequences of one model, in the order in which they are to be admitted.
 
 The key is static although priorities age: a class is worth ``ageing`` seconds of arrival time, so comparing
-``arrival + priority * ageing`` is comparing aged priorities at any moment. It also states the bound on being passed
-over: a request of class p is overtaken only by requests that arrive within ``(p + 100) * ageing`` seconds after it.
-Continuations go before new work.
+``arrival + priority * ageing`` is comparing aged priorities at any moment. A deadline less than ``ageing`` away at
+arrival is worth the difference. Tenants that are ahead of others in service stand back by up to ``fair_window``
+(fairness.py). Continuations go before new work.
+
+So being passed over has a bound: a new request of class p is overtaken only by continuations, and by requests that
+arrive within ``(p + 101) * ageing + fair_window`` seconds after it.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections import Counter
 from collections.abc import Iterator
 
+from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.sequence import Sequence, State
+
+_Key = tuple[int, float, int]
+_Entry = tuple[_Key, Sequence]
 
 
 class WaitingQueue:
-    def __init__(self, ageing: float) -> None:
+    def __init__(self, ageing: float, shares: FairShares | None = None) -> None:
         self._ageing = ageing
-        self._entries: list[tuple[tuple[int, float, int], Sequence]] = []
+        self.shares = shares or FairShares(0.0, 0)
+        self._lines: dict[str, list[_Entry]] = {}  # by tenant, each in order of its keys; no empty ones
+        self._length = 0
         self.tokens: Counter[str] = Counter()  # by tenant: known tokens of its sequences here
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """A snapshot in order: entries may be removed while it runs."""
-        for _, sequence in self._entries.copy():
-            yield sequence
+        """A snapshot in order: entries may be removed while it runs, and service that is charged meanwhile counts."""
+        if len(self._lines) <= 1:
+            for line in list(self._lines.values()):
+                for _, sequence in line.copy():
+                    yield sequence
+            return
+        floor = self.shares.floor
+        lines = {tenant: iter(line.copy()) for tenant, line in self._lines.items()}
+        heads: list[tuple[_Key, str, Sequence, _Key]] = []  # (effective key, tenant, its first, that one's own key)
 
-    def key(self, sequence: Sequence) -> tuple[int, float, int]:
-        return (0 if sequence.continued else 1, sequence.arrival + sequence.priority * self._ageing, sequence.order)
+        def add_next(tenant: str) -> None:
+            entry = next(lines[tenant], None)
+            if entry is not None:
+                heapq.heappush(heads, (self._effective(entry[0], tenant, floor), tenant, entry[1], entry[0]))
+
+        for tenant in lines:
+            add_next(tenant)
+        while heads:
+            key, tenant, sequence, own = heads[0]
+            now = self._effective(own, tenant, floor)
+            if now > key:  # served since it was put there
+                heapq.heapreplace(heads, (now, tenant, sequence, own))
+                continue
+            heapq.heappop(heads)
+            yield sequence
+            add_next(tenant)
+
+    def key(self, sequence: Sequence) -> _Key:
+        time = sequence.arrival + sequence.priority * self._ageing
+        deadline = sequence.stream.deadline
+        if deadline > 0.0:
+            time -= min(self._ageing, max(0.0, self._ageing - (deadline - sequence.arrival)))
+        return (0 if sequence.continued else 1, time, sequence.order)
 
     def push(self, sequence: Sequence, now: float) -> None:
         sequence.state = State.WAITING
@@ -38,26 +75,49 @@ class WaitingQueue:
         sequence.enqueued = now
         sequence.unroutable_since = 0.0
         sequence.prefix_wait_until = 0.0
+        sequence.left_since = 0.0
         sequence.waits_for = "its turn"
         sequence.queued_tokens = sequence.known
-        self.tokens[sequence.salt] += sequence.known
-        bisect.insort(self._entries, (sequence.wait_key, sequence), key=_key)
+        tenant = sequence.salt
+        self.tokens[tenant] += sequence.known
+        line = self._lines.get(tenant)
+        if line is None:
+            line = self._lines[tenant] = []
+            self.shares.waits(tenant)
+        bisect.insort(line, (sequence.wait_key, sequence), key=_key)
+        self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
-        at = bisect.bisect_left(self._entries, sequence.wait_key, key=_key)
-        if at == len(self._entries) or self._entries[at][1] is not sequence:
+        tenant = sequence.salt
+        line = self._lines.get(tenant, [])
+        at = bisect.bisect_left(line, sequence.wait_key, key=_key)
+        if at == len(line) or line[at][1] is not sequence:
             raise RuntimeError("the sequence is not in this queue")
-        del self._entries[at]
-        left = self.tokens[sequence.salt] - sequence.queued_tokens
+        del line[at]
+        self._length -= 1
+        if not line:
+            del self._lines[tenant]
+            self.shares.waits_no_more(tenant)
+        left = self.tokens[tenant] - sequence.queued_tokens
         if left:
-            self.tokens[sequence.salt] = left
+            self.tokens[tenant] = left
         else:
-            del self.tokens[sequence.salt]
+            del self.tokens[tenant]
 
     def ahead_of(self, sequence: Sequence) -> int:
-        """How many come before it."""
-        return bisect.bisect_left(self._entries, sequence.wait_key, key=_key)
+        """How many come before it, as shares stand now."""
+        floor = self.shares.floor
+        key = self._effective(sequence.wait_key, sequence.salt, floor)
+        ahead = 0
+        for tenant, line in self._lines.items():
+            back = self.shares.put_back(tenant, floor)
+            theirs = (key[0], key[1] - back if key[0] else key[1], key[2])
+            ahead += bisect.bisect_left(line, sequence.wait_key if tenant == sequence.salt else theirs, key=_key)
+        return ahead
+
+    def _effective(self, key: _Key, tenant: str, floor: float) -> _Key:
+        return (key[0], key[1] + self.shares.put_back(tenant, floor), key[2]) if key[0] else key
 
 
-def _key(entry: tuple[tuple[int, float, int], Sequence]) -> tuple[int, float, int]:
+def _key(entry: _Entry) -> _Key:
     return entry[0]

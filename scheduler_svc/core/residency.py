@@ -66,6 +66,8 @@ class Residency:
         sequence.cache_count = len(hits)
         sequence.cache_tip = hits[-1] if hits else None
         sequence.waits_for = ""
+        if not sequence.continued:
+            executor.model.queue.shares.charge(sequence.salt, sequence.known - computed)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(computed, sequence.prompt_len)
         self.prefix_hits += len(hits)
@@ -170,6 +172,8 @@ class Residency:
         executor.prefilling.pop(slot, None)
         for i in range(sequence.cache_count, len(sequence.hashes) // HASH_BYTES):
             digest = bytes(sequence.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
+        outputs = int(executor.table.length[slot] - executor.table.admitted_length[slot])
+        executor.model.queue.shares.charge(sequence.salt, outputs)
             if executor.filling.get(digest) is sequence:
                 del executor.filling[digest]
         executor.pool.release(executor.table.drop(slot))

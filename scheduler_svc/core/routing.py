@@ -1,16 +1,19 @@
 """Which executor a waiting sequence goes to: the longest cached prefix, then the least load.
 
 Plans are made one executor at a time, and each pulls from its model's queue what is best placed with it. A sequence
-is left for another executor only if that one could take it now and is sure to plan soon, so nothing waits for an
-executor that hangs.
+is left for another executor only if that one could take it now and is sure to plan soon, and for ``placement_wait`` at
+most, so nothing waits for an executor that hangs, or for one that has no tokens to spare.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
+
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
+from scheduler_svc.core.kv_peak import peak_blocks
 from scheduler_svc.core.prefix_cache import Entry
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence
@@ -21,6 +24,8 @@ _SOON = 0.5  # seconds since its last answer: a busy executor that will plan aga
 class Routing:
     def __init__(self, config: CoreConfig, residency: Residency) -> None:
         self._depth = config.depth
+        self._overcommit = config.kv_overcommit
+        self._patience = config.placement_wait
         self._residency = residency
 
     def can_ever_take(self, executor: ExecutorState, sequence: Sequence) -> bool:
@@ -56,7 +61,23 @@ class Routing:
         if executor.table.free == 0:
             return False
         needed = self._residency.blocks_needed(executor, sequence, hits)
-        return needed + self.headroom(executor) <= executor.pool.available
+        return needed + self.headroom(executor) <= executor.pool.available and self.peak_fits(executor, sequence)
+
+    def peak_fits(self, executor: ExecutorState, sequence: Sequence) -> bool:
+        """May this one join those that run there, by the most KV that they can come to need together (kv_peak.py)?"""
+        if self._overcommit == 0.0 or executor.table.used == 0:
+            return True
+        table, size = executor.table, executor.block_size
+        allowed = int(self._overcommit * executor.pool.total)
+        high = table.high
+        occupied = table.live_generation[:high] >= 0
+        limits = table.limit[:high][occupied].astype(np.int64) - 1  # the last token needs no KV
+        last = sequence.limit - 1
+        if int(limits.sum()) // size + len(limits) + last // size + 1 <= allowed:
+            return True  # even if they all reached their limits together
+        tokens = np.minimum(table.planned_length[:high][occupied], limits)
+        tokens = np.append(tokens, min(sequence.known, last))
+        return peak_blocks(tokens, np.append(limits, last), size) <= allowed
 
     def better_place(
         self, here: ExecutorState, sequence: Sequence, hits: list[Entry], left_to: Counter[bytes], now: float
@@ -64,7 +85,7 @@ class Routing:
         """Another executor that can take this sequence now and is better placed. ``left_to`` counts, by session, what
         this plan has left for others already."""
         others = [e for e in sequence.stream.model.ready if e is not here]
-        if not others:
+        if not others or 0.0 < sequence.left_since <= now - self._patience:
             return None
         best, best_score = None, self._score(here, sequence, hits, 0)
         for other in others:
@@ -75,6 +96,8 @@ class Routing:
             score = self._score(other, sequence, their_hits, left_to[other.session])
             if score > best_score and self.has_room(other, sequence, their_hits):
                 best, best_score = other, score
+        if best is not None and sequence.left_since == 0.0:
+            sequence.left_since = now
         return best
 
     def _score(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry], more: int) -> tuple[int, int]:

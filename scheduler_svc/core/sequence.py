@@ -76,6 +76,7 @@ class Sequence:
         "generation",
         "hashes",
         "ignore_eos",
+        "left_since",
         "limit",
         "mark_at_death",
         "mark_at_preemption",
@@ -148,6 +149,7 @@ class Sequence:
 
         self.hashes = bytearray(hashes)  # of full blocks: the prompt's, then as far as outputs were hashed
         self.uses_cache = bool(hashes)
+        self.left_since = 0.0  # when it was first left for a better placed executor; 0: not since it was queued
         self.cache_tip: Entry | None = None  # entry of the last registered block on the present executor
         self.cache_count = 0  # blocks registered (or hit) on the present executor
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: never admitted

@@ -108,12 +108,16 @@ class Sessions:
         if result.epoch != executor.epoch:
             core.counters["stale_results"] += 1
             return
+        record = executor.inflight[0] if executor.inflight else None
         try:
             core.committer.commit(executor, result, now)
         except Divergence as error:
             self.lose_epoch(executor, step.BAD_SEQUENCE, str(error), result.seq, now)
             return
         core.fleet.answered(executor)
+        if record is not None:
+            prompt_tokens = sum(count for _, _, count in record.prefill)
+            executor.pace.observe(record.tokens - prompt_tokens, prompt_tokens, result.round_us)
 
     def lose_epoch(self, executor: ExecutorState, code: int, detail: str, seq: int, now: float) -> None:
         """The two views of the batch differ, or the batch failed: an empty slate, and all its sequences continue."""
@@ -122,7 +126,7 @@ class Sessions:
         name = _LOST_NAMES.get(code, f"code {code}")
         log.warning("epoch lost", extra={"executor": executor.name, "plan": seq, "code": name, "detail": detail})
         strikes = STRIKES_DIVERGED
-        condemned: set[Sequence] = set()
+        condemned: dict[Sequence, None] = {}
         if code == step.OUT_OF_MEMORY and executor.token_budget > _SMALLEST_BUDGET:
             # The shape of the batch, nobody's fault: smaller ones from now on.
             ran = max((record.tokens for record in executor.inflight if record.seq == seq), default=0)
@@ -146,7 +150,7 @@ class Sessions:
     def end(self, executor: ExecutorState, now: float, *, expected_back: bool, death: bool) -> None:
         """The session is over; its sequences continue elsewhere, or wait. ``death``: nobody said goodbye, so what ran
         there becomes suspect."""
-        condemned = self._core.suspects.on_death(executor) if death else set()
+        condemned = self._core.suspects.on_death(executor) if death else {}
         self._scatter(executor, condemned, "the executor died twice while it ran this request alone", now)
         self._leave(executor, now, expected_back)
 
@@ -168,9 +172,9 @@ class Sessions:
             executor.status = ExecutorStatus.DRAINED
             core.outbox.to_executor(executor.session, step.Drain())
 
-    def _scatter(self, executor: ExecutorState, condemned: set[Sequence], why: str, now: float) -> None:
+    def _scatter(self, executor: ExecutorState, condemned: dict[Sequence, None], why: str, now: float) -> None:
         core = self._core
-        failed = {sequence.stream for sequence in condemned}
+        failed = {sequence.stream: None for sequence in condemned}  # in order: a replay must fail them alike
         for sequence in core.residency.abandon(executor):
             if sequence.stream not in failed:
                 core.residency.requeue(sequence, now)

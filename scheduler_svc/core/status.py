@@ -14,7 +14,7 @@
                  disconnects
     problems[]:  broken invariants (only when asked for)
     request:     model, tenant, priority, age, reason, choices[]{index, state, waits_for, outputs, preemptions, deaths,
-                 executor, ahead, waiting_seconds}; or only state "unknown" (only when asked for)
+                 executor, ahead, waiting_seconds, passed_by[]{request_id, tenant, seconds_ago, rule}, passed}; or only state "unknown" (only when asked for)
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.invariants import check_all
+from scheduler_svc.core.passing import Admitted
 from scheduler_svc.core.sequence import Sequence, State, Stream
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def _moving(stream: Stream) -> str:
 
 def _choice(core: Core, index: int, sequence: Sequence, now: float) -> dict[str, object]:
     waits = sequence.state is State.WAITING
+    passed = sequence.stream.model.admissions.passed(sequence) if waits else []
     return {
         "index": index,
         "state": sequence.state.name,
@@ -154,7 +156,17 @@ def _choice(core: Core, index: int, sequence: Sequence, now: float) -> dict[str,
         "executor": sequence.executor.name if sequence.executor is not None else "",
         "ahead": sequence.stream.model.queue.ahead_of(sequence) if waits else 0,
         "waiting_seconds": max(0.0, now - sequence.enqueued) if waits else 0.0,
+        "passed_by": _passed_by(passed, now),
+        "passed": len(passed),
     }
+
+
+def _passed_by(passed: list[tuple[Admitted, str]], now: float) -> list[dict[str, object]]:
+    """The newest of what went before it although it came later, and by what rule (of those remembered: passing.py)."""
+    return [
+        {"request_id": entry.request_id, "tenant": entry.tenant, "seconds_ago": max(0.0, now - entry.at), "rule": rule}
+        for entry, rule in passed[:-9:-1]
+    ]
 
 
 def _early(core: Core, request_id: str, now: float) -> dict[str, object]:

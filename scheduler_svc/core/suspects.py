@@ -18,10 +18,10 @@ class Suspects:
         self._isolate_after = config.isolate_after
         self._fail_after = config.fail_after_alone
 
-    def on_death(self, executor: ExecutorState) -> set[Sequence]:
+    def on_death(self, executor: ExecutorState) -> dict[Sequence, None]:
         """Count a death against the suspects (call before the executor's state is dropped). Returns those to fail."""
         suspects = _with_rows_in_flight(executor)
-        condemned = set()
+        condemned: dict[Sequence, None] = {}
         for sequence in suspects:
             if self._is_cleared(sequence):
                 sequence.deaths = sequence.alone_deaths = 0
@@ -30,7 +30,7 @@ class Suspects:
             if len(suspects) == 1:
                 sequence.alone_deaths += 1
                 if sequence.alone_deaths >= self._fail_after:
-                    condemned.add(sequence)
+                    condemned[sequence] = None
         return condemned
 
     def must_run_alone(self, sequence: Sequence) -> bool:
@@ -40,14 +40,14 @@ class Suspects:
         return sequence.num_outputs >= sequence.mark_at_death + self._clears
 
 
-def _with_rows_in_flight(executor: ExecutorState) -> set[Sequence]:
+def _with_rows_in_flight(executor: ExecutorState) -> dict[Sequence, None]:
     table = executor.table
-    found: set[Sequence] = set(executor.settling.values())
+    found: dict[Sequence, None] = dict.fromkeys(executor.settling.values())  # in order: a replay must see the same
     for record in executor.inflight:
         rows = list(zip(record.slots.tolist(), record.generations.tolist(), strict=True))
         rows += [(slot, generation) for slot, generation, _ in record.prefill]
         for slot, generation in rows:
             sequence = table.sequences[slot]
             if sequence is not None and sequence.generation == generation:
-                found.add(sequence)
+                found[sequence] = None
     return found

@@ -38,7 +38,8 @@ class TokenCounts:
         return counts
 
     def add_output(self, token: int) -> None:
-        self.outputs[self._at(token)] += 1
+        at = self._at(token)  # first: it may replace the arrays
+        self.outputs[at] += 1
 
     def _at(self, token: int) -> int:
         at = self.index.setdefault(token, len(self.index))

@@ -15,7 +15,7 @@ from executor_svc.sampling.draw import _OCTAVES, _SCALE, MAX_WEIGHT, _draw_rows,
 from executor_svc.sampling.exp2 import EXP2
 from executor_svc.sampling.philox import draw_bits
 from executor_svc.sampling.rows import SampleRows, SlotParams
-from executor_svc.sampling.rules import parse_rules
+from executor_svc.sampling.rules import TokenCounts, parse_rules
 from executor_svc.sampling.sampler import SamplerOutput, sample, warm_up
 from executor_svc.sequence import Sequence
 from protos.step import ALL_MASKED, BAD_PARAMETER, NON_FINITE, Admission, SamplingParams
@@ -135,6 +135,17 @@ def test_penalties_are_those_of_the_reference() -> None:
         )
         expected = reference.adjusted(logits[0], params, prompt, outputs)
         assert int(run(logits, [Row(params, prompt, outputs)]).tokens[0]) == int(np.argmax(expected))
+
+
+@pytest.mark.parametrize("known", [0, 63, 64, 127, 128])
+def test_counts_grow_with_the_history(known: int) -> None:
+    """Whether tokens came at admission or one by one, past every size that the arrays have."""
+    later = [int(x) for x in np.random.default_rng(known).integers(0, 500, 300)]
+    counts = TokenCounts.of(np.arange(known, dtype=np.int32), np.array(later[:100], dtype=np.int32))
+    for token in later[100:]:
+        counts.add_output(token)
+    got = {int(counts.ids[at]): int(counts.outputs[at]) for at in counts.index.values()}
+    assert got == {token: later.count(token) for token in [*range(known), *later]}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
+from scheduler_svc.core.policy import unanswered_of
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.slots import DECODE, FREE, PREFILL
 
@@ -22,6 +23,32 @@ def check_all(core: Core) -> list[str]:
         prefix = f"executor {executor.name}: "
         problems += [prefix + problem for problem in [*_blocks(executor), *_slots(executor), *_pipeline(executor)]]
     problems += _sequences(core)
+    return problems
+
+
+def check_progress(core: Core) -> list[str]:
+    """Whenever nothing runs and something can, the next plan is not empty. To be asked after `Core.advance`."""
+    problems = []
+    fleet = list(core.fleet.sessions.values())
+    room = {w.index: w.room - unanswered_of(w.index, fleet) for w in core.workers.by_peer.values()}
+    for entry in core.fleet.models.values():
+        if any(executor.inflight for executor in entry.executors):
+            continue
+        for executor in entry.executors:
+            if executor.status not in (ExecutorStatus.READY, ExecutorStatus.DRAINING):
+                continue
+            table = executor.table
+            for sequence in executor.residents():
+                ready = table.phase[sequence.slot] == PREFILL
+                ready |= table.planned_length[sequence.slot] < table.bound[sequence.slot]
+                if ready and room[sequence.stream.worker.index] > 0:
+                    problems.append(f"executor {executor.name} is idle, {sequence.stream.request_id} could run there")
+            for sequence in entry.queue:
+                if room[sequence.stream.worker.index] <= 0 or not core.planner.may_start(sequence):
+                    continue
+                if core.routing.may_admit(executor, sequence):
+                    problems.append(f"executor {executor.name} is idle, {sequence.stream.request_id} could start there")
+                    break
     return problems
 
 

@@ -280,6 +280,10 @@ class Planner:
         waiting = sequence.state is State.WAITING and executor.status is ExecutorStatus.READY
         here = sequence.state is State.RUNNING and sequence.executor is executor
         stuck = sequence.stream.worker.room <= 0 or self._ran_ahead(sequence)  # it awaits its worker: others need not
+    def may_start(self, sequence: Sequence) -> bool:
+        """Nothing but room on an executor and credit keeps this waiting sequence (for the check of progress)."""
+        return not self._ran_ahead(sequence) and not sequence.awaits_prompt_logprobs
+
         if not (waiting or here) or not self._suspects.must_run_alone(sequence) or (waiting and stuck):
             executor.isolated = None
             return None

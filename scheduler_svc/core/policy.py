@@ -53,7 +53,7 @@ def within_credit(
     if not tight:
         return rows, left
     for worker in tight:
-        left[worker.index] = max(0, worker.room - _unanswered_of(worker.index, executors))
+        left[worker.index] = max(0, worker.room - unanswered_of(worker.index, executors))
     columns = executor.table.worker[rows]
     keep = np.ones(len(rows), dtype=bool)
     for index, room in left.items():
@@ -68,7 +68,7 @@ def within_credit(
     return rows[keep], left
 
 
-def _unanswered_of(index: int, executors: list[ExecutorState]) -> int:
+def unanswered_of(index: int, executors: list[ExecutorState]) -> int:
     """Sampling rows in flight whose tokens will go to this worker."""
     total = 0
     for executor in executors:

@@ -14,7 +14,8 @@
                  disconnects
     problems[]:  broken invariants (only when asked for)
     request:     model, tenant, priority, age, reason, choices[]{index, state, waits_for, outputs, preemptions, deaths,
-                 executor, ahead, waiting_seconds, passed_by[]{request_id, tenant, seconds_ago, rule}, passed}; or only state "unknown" (only when asked for)
+                 executor, ahead, waiting_seconds, passed, passed_by[]{request_id, tenant, seconds_ago, rule}};
+                 or only state "unknown" (only when asked for)
 """
 
 from __future__ import annotations

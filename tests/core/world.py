@@ -14,7 +14,7 @@ from protos import front, step
 from protos.wire import pack_int32, unpack_int32
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
-from scheduler_svc.core.invariants import check_all
+from scheduler_svc.core.invariants import check_all, check_progress
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Message
 from scheduler_svc.prefix_hash import block_hashes
 from tests.core.sim import Killed, SimExecutor, model_card
@@ -64,6 +64,7 @@ class SimWorker:
         seed: int = 0,
         request_id: str = "",
         hashes: bool = True,
+        sampling: step.SamplingParams | None = None,
         **more: object,
     ) -> int:
         number = self.next_stream
@@ -80,7 +81,7 @@ class SimWorker:
             model=model,
             prompt=data,
             choices=tuple(front.Choice(index, pack_int32(ids)) for index, ids in outputs.items()),
-            sampling=step.SamplingParams(seed=seed),
+            sampling=sampling or step.SamplingParams(seed=seed),
             max_tokens=max_tokens,
             block_hashes=digest,
             continuation=bool(more.pop("continuation", any(outputs.values()))),
@@ -237,7 +238,7 @@ class World:
             for destination, message in self.tamper(items):
                 self._deliver(destination, message)
             self.core.advance(self.now)
-        problems = check_all(self.core)
+        problems = check_all(self.core) + check_progress(self.core)
         assert not problems, problems
 
     def _deliver(self, destination: Destination, message: Message) -> None:

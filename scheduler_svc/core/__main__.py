@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 
+from protos.link_keys import read_secret
 from scheduler_svc import logs
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
@@ -65,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
         fields = {field: getattr(options, field) for field, _ in _OPTIONS.values()}
         config = CoreConfig(prefix_cache=not options.no_prefix_cache, **fields)
         injector = FaultInjector(options.inject) if options.inject else None
-        secret = options.link_secret_file.read_bytes().strip() if options.link_secret_file else None
+        secret = read_secret(options.link_secret_file) if options.link_secret_file else None
         make_ipc_directory(options.front)
         clock = steady_clock()
         limits = load_limits(options.tenant_limits) if options.tenant_limits else NO_LIMITS

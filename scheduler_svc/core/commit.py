@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from protos import front
-from protos.step import RowFault, StepResult
+from protos.step import RowFault, SlotLogprobs, StepResult
 from protos.wire import Int32, WireError, pack_int32, unpack_int32
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.outbox import Outbox
@@ -62,6 +62,8 @@ class Committer:
     def commit(self, executor: ExecutorState, result: StepResult, now: float) -> None:
         """Raises Divergence, with nothing applied, if the result does not match the oldest unanswered plan."""
         record, slots, generations, tokens = _matched(executor, result)
+        # Whose they are is seen before the tokens are applied: a preempted sequence may then be on its way elsewhere.
+        logprobs = _owned(executor, result) if result.logprobs else []
         executor.inflight.popleft()
         executor.steps += 1
         executor.last_answer = now
@@ -86,8 +88,8 @@ class Committer:
                 sequence = table.sequences[slot]
                 assert sequence is not None
                 self._residency.register(executor, sequence)
-        if result.logprobs:
-            self._add_logprobs(executor, result, delivery)
+        if logprobs:
+            self._add_logprobs(logprobs, delivery)
         self._send(delivery)
         for sequence, reason, token in ended:
             self._streams.finish(sequence, reason, sequence.num_outputs, token)
@@ -170,12 +172,11 @@ class Committer:
 
     # -- delivery ----------------------------------------------------------------------------------------------------
 
-    def _add_logprobs(self, executor: ExecutorState, result: StepResult, delivery: _Delivery) -> None:
-        for slot_logprobs in result.logprobs:
-            sequence = executor.sequence_at(slot_logprobs.slot, slot_logprobs.generation)
-            if sequence is not None:
-                row = (sequence.stream.number, sequence.choice, self._encode(slot_logprobs.rows))
-                delivery.logprobs.setdefault(sequence.stream.worker.index, []).append(row)
+    def _add_logprobs(self, owned: list[tuple[Sequence, SlotLogprobs]], delivery: _Delivery) -> None:
+        for sequence, entry in owned:
+            sequence.prompt_scored = min(max(sequence.prompt_scored, entry.rows[-1].position + 1), sequence.prompt_len)
+            row = (sequence.stream.number, sequence.choice, self._encode(entry.rows))
+            delivery.logprobs.setdefault(sequence.stream.worker.index, []).append(row)
 
     def _send(self, delivery: _Delivery) -> None:
         """One Tokens message for each worker that has some."""
@@ -261,6 +262,26 @@ def _matched(executor: ExecutorState, result: StepResult) -> tuple[PlanRecord, R
     if len(tokens) and int(tokens.view(np.uint32).max()) >= executor.model.vocab_size:
         raise Divergence(f"plan {record.seq}: a token id outside the vocabulary")
     return record, slots, generations, tokens
+
+
+def _owned(executor: ExecutorState, result: StepResult) -> list[tuple[Sequence, SlotLogprobs]]:
+    """Logprobs of sequences that still go on here, each position exactly the next: prompt tokens from where they were
+    scored up to, then the drawn token."""
+    owned = []
+    following: dict[Sequence, int] = {}
+    for entry in result.logprobs:
+        sequence = executor.sequence_at(entry.slot, entry.generation)
+        if sequence is None or not entry.rows:
+            continue
+        for row in entry.rows:
+            expected = following.get(sequence, sequence.prompt_scored)
+            if expected >= sequence.prompt_len:
+                expected = max(expected, sequence.prompt_len + sequence.num_outputs)
+            if row.position != expected:
+                raise Divergence(f"logprobs of position {row.position} of a sequence where {expected} comes next")
+            following[sequence] = expected + 1
+        owned.append((sequence, entry))
+    return owned
 
 
 def _without_faults(record: PlanRecord, faults: tuple[RowFault, ...]) -> np.ndarray:

@@ -33,12 +33,16 @@ from scheduler_svc.core.workers import Workers
 
 _NONE = np.empty(0, dtype=np.int32)
 _NO_ROWS = np.empty(0, dtype=np.intp)
+_LOGPROB_VALUES = 2**18  # of prompt tokens that one plan may ask for: 2 MB of its result
 
 
 class Draft:
     """A plan under construction."""
 
-    __slots__ = ("admitted", "appended_blocks", "appended_slots", "budget", "credit", "decode", "prefill", "sampled")
+    __slots__ = (
+        "admitted", "appended_blocks", "appended_slots", "budget", "credit", "decode", "logprob_values", "prefill",
+        "sampled",
+    )  # fmt: skip
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -48,6 +52,7 @@ class Draft:
         self.admitted: dict[int, Sequence] = {}  # by slot
         self.prefill: list[tuple[int, int, int]] = []  # (slot, generation, count)
         self.sampled: list[int] = []  # prefill slots whose last known token runs: they sample
+        self.logprob_values = _LOGPROB_VALUES
         self.credit: dict[int, int] = {}  # worker index -> tokens left (absent: plenty)
 
 
@@ -81,12 +86,12 @@ class Planner:
         prefill_waits = bool(executor.prefilling) or (could_admit and len(executor.model.queue) > 0)
         rows = policy.within_budget(executor, rows, budget, prefill_waits)
         self._add_decode(executor, rows, draft, now)
+        draft.budget = executor.pace.prompt_tokens(draft.budget, len(draft.decode))
 
         for sequence in list(executor.prefilling.values()):
             if draft.budget <= 0:
                 break
             if alone is None or sequence is alone:
-        draft.budget = executor.pace.prompt_tokens(draft.budget, len(draft.decode))
                 self._add_prefill(executor, sequence, draft)
         if alone is None or alone.state is State.WAITING:
             self._admit(executor, alone, draft, now)
@@ -148,9 +153,15 @@ class Planner:
         count = min(left, draft.budget)
         if self._config.max_prefill_chunk:
             count = min(count, self._config.max_prefill_chunk)
+        worker = sequence.stream.worker.index
+        credit = draft.credit.get(worker)
+        if sequence.owes_prompt_logprobs:
+            values = sequence.sampling.prompt_logprobs + 4  # and the token's own, with what they are packed in
+            count = min(count, draft.logprob_values // values)
+            if count == 0 or (credit is not None and credit <= 0):
+                return
+            draft.logprob_values -= count * values
         if count == left:
-            worker = sequence.stream.worker.index
-            credit = draft.credit.get(worker)
             if credit is not None:
                 if credit <= 0:
                     return
@@ -183,6 +194,9 @@ class Planner:
             if self._ran_ahead(sequence):
                 sequence.waits_for = "its API worker's acknowledgement"
                 continue
+            if sequence.awaits_prompt_logprobs:
+                sequence.waits_for = "the prompt logprobs that its first choice computes"
+                continue
             if alone is None and self._suspects.must_run_alone(sequence):
                 executor.isolated = sequence
                 sequence.waits_for = "an executor to itself"
@@ -202,6 +216,7 @@ class Planner:
             # Making room may have cut the prefix.
             hits = self._residency.lookup(executor, sequence)
             slot = self._residency.admit(executor, sequence, hits)
+            executor.model.admissions.add(sequence, now)
             draft.admitted[slot] = sequence
             self._add_prefill(executor, sequence, draft)
             if alone is not None:
@@ -216,7 +231,6 @@ class Planner:
         if now >= sequence.prefix_wait_until:
             return False
         sequence.waits_for = "a prefix that another request computes"
-            executor.model.admissions.add(sequence, now)
         return True
 
     def _make_room(
@@ -266,6 +280,10 @@ class Planner:
         found = (table.sequences[slot] for slot in idle.tolist() if slot not in taken)
         return [sequence for sequence in found if sequence is not None]
 
+    def may_start(self, sequence: Sequence) -> bool:
+        """Nothing but room on an executor and credit keeps this waiting sequence (for the check of progress)."""
+        return not self._ran_ahead(sequence) and not sequence.awaits_prompt_logprobs
+
     def _ran_ahead(self, sequence: Sequence) -> bool:
         """It has run as far as its worker's acknowledgement allows."""
         return sequence.stops_on_text and sequence.num_outputs >= sequence.seen + self._config.text_run_ahead
@@ -280,10 +298,6 @@ class Planner:
         waiting = sequence.state is State.WAITING and executor.status is ExecutorStatus.READY
         here = sequence.state is State.RUNNING and sequence.executor is executor
         stuck = sequence.stream.worker.room <= 0 or self._ran_ahead(sequence)  # it awaits its worker: others need not
-    def may_start(self, sequence: Sequence) -> bool:
-        """Nothing but room on an executor and credit keeps this waiting sequence (for the check of progress)."""
-        return not self._ran_ahead(sequence) and not sequence.awaits_prompt_logprobs
-
         if not (waiting or here) or not self._suspects.must_run_alone(sequence) or (waiting and stuck):
             executor.isolated = None
             return None
@@ -343,6 +357,7 @@ def _admission(executor: ExecutorState, slot: int, sequence: Sequence) -> Admiss
         computed=sequence.cache_count * executor.block_size,
         blocks=pack_int32(executor.table.blocks[slot]),
         sampling=sequence.sampling,
+        prompt_scored=sequence.prompt_scored,
     )
 
 

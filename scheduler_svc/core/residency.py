@@ -28,10 +28,8 @@ class Residency:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def lookup(self, executor: ExecutorState, sequence: Sequence) -> list[Entry]:
-        """The findable prefix of this sequence there. At least one token is left to compute."""
-        if not self._looks_up(sequence):
-            return []
-        most = (sequence.known - 1) // executor.block_size
+        """The findable prefix of this sequence there."""
+        most = self._most_hits(executor, sequence)
         hashed = len(sequence.hashes) // HASH_BYTES
         if hashed == 0 or most == 0:
             return []
@@ -42,7 +40,7 @@ class Residency:
 
     def being_filled(self, executor: ExecutorState, sequence: Sequence, hits: int) -> Sequence | None:
         """The sequence that computes right now the first block that this one misses."""
-        if not self._looks_up(sequence) or hits >= (sequence.known - 1) // executor.block_size:
+        if hits >= self._most_hits(executor, sequence):
             return None
         return executor.filling.get(bytes(sequence.hashes[hits * HASH_BYTES : (hits + 1) * HASH_BYTES]))
 
@@ -66,10 +64,10 @@ class Residency:
         sequence.cache_count = len(hits)
         sequence.cache_tip = hits[-1] if hits else None
         sequence.waits_for = ""
-        if not sequence.continued:
-            executor.model.queue.shares.charge(sequence.salt, sequence.known - computed)
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(computed, sequence.prompt_len)
+        if not sequence.continued:
+            executor.model.queue.shares.charge(sequence.salt, sequence.known - computed)
         self.prefix_hits += len(hits)
         executor.cache.hits += len(hits)
         executor.cache.lookups += total
@@ -172,10 +170,10 @@ class Residency:
         executor.prefilling.pop(slot, None)
         for i in range(sequence.cache_count, len(sequence.hashes) // HASH_BYTES):
             digest = bytes(sequence.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
-        outputs = int(executor.table.length[slot] - executor.table.admitted_length[slot])
-        executor.model.queue.shares.charge(sequence.salt, outputs)
             if executor.filling.get(digest) is sequence:
                 del executor.filling[digest]
+        outputs = int(executor.table.length[slot] - executor.table.admitted_length[slot])
+        executor.model.queue.shares.charge(sequence.salt, outputs)
         executor.pool.release(executor.table.drop(slot))
         executor.released.append(slot)
         if executor.isolated is sequence:
@@ -184,9 +182,13 @@ class Residency:
         sequence.cache_count = 0
         sequence.numerics = executor.numerics
 
-    def _looks_up(self, sequence: Sequence) -> bool:
-        # Prompt logprobs need every prompt position computed.
-        return self._cache_on and sequence.uses_cache and sequence.sampling.prompt_logprobs < 0
+    def _most_hits(self, executor: ExecutorState, sequence: Sequence) -> int:
+        """How many blocks may be found: at least one token is left to compute, and every position whose logits score
+        a prompt token that still owes its logprobs."""
+        if not (self._cache_on and sequence.uses_cache):
+            return 0
+        end = sequence.prompt_scored if sequence.owes_prompt_logprobs else sequence.known
+        return (end - 1) // executor.block_size
 
 
 def _slot_of(executor: ExecutorState, sequence: Sequence) -> int:

@@ -89,6 +89,7 @@ class Sequence:
         "priority",
         "prompt",
         "prompt_len",
+        "prompt_scored",
         "queued_tokens",
         "salt",
         "sampling",
@@ -130,6 +131,9 @@ class Sequence:
         self.prompt_len = len(prompt) // 4
         self.outputs = bytearray(outputs)  # raw int32; without what still lies in the slot's tail
         self.sampling = sampling
+        # Prompt tokens before this position have had their logprobs delivered, or none are wanted of them. The first
+        # choice of a stream answers for all.
+        self.prompt_scored = 1 if sampling.prompt_logprobs >= 0 and not stream.sequences else self.prompt_len
         self.limit = limit  # most tokens, prompt and outputs together
         self.stop_ids = stop_ids
         self.ignore_eos = ignore_eos
@@ -145,11 +149,11 @@ class Sequence:
         self.queued_tokens = 0  # counted for its tenant while it waits
         self.unroutable_since = 0.0
         self.prefix_wait_until = 0.0
+        self.left_since = 0.0  # when it was first left for a better placed executor; 0: not since it was queued
         self.waits_for = ""
 
         self.hashes = bytearray(hashes)  # of full blocks: the prompt's, then as far as outputs were hashed
         self.uses_cache = bool(hashes)
-        self.left_since = 0.0  # when it was first left for a better placed executor; 0: not since it was queued
         self.cache_tip: Entry | None = None  # entry of the last registered block on the present executor
         self.cache_count = 0  # blocks registered (or hit) on the present executor
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: never admitted
@@ -165,6 +169,18 @@ class Sequence:
         self.deaths = 0
         self.alone_deaths = 0
         self.mark_at_death = 0  # outputs then: progress clears suspicion
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        return self.prompt_scored < self.prompt_len
+
+    @property
+    def awaits_prompt_logprobs(self) -> bool:
+        """Another choice has yet to deliver those of the prompt, which come before any output."""
+        if self.sampling.prompt_logprobs < 0:
+            return False
+        first = next(iter(self.stream.sequences.values()))
+        return first is not self and first.owes_prompt_logprobs and first.state is not State.ENDED
 
     @property
     def known(self) -> int:

@@ -341,7 +341,7 @@ def test_logprobs_reach_the_stream_and_foreign_ones_nobody() -> None:
 def test_prompt_logprobs_come_without_a_token() -> None:
     world, worker = simple_world(max_prefill_chunk=4)
     ((session, executor),) = world.executors.items()
-    number = worker.submit([1, 2, 3, 4, 5, 6], 2)
+    number = worker.submit([1, 2, 3, 4, 5, 6], 2, sampling=step.SamplingParams(prompt_logprobs=0))
     answer = executor.run()
     assert isinstance(answer, step.StepResult)
     assert not answer.slots

@@ -14,7 +14,7 @@
 from stepwire.aio import AsyncClient, AsyncStream
 from stepwire.client import Client, Stream
 from stepwire.errors import RequestError
-from stepwire.types import Choice, Chunk, Completion, Finish, Model, Started, Usage
+from stepwire.types import Choice, Chunk, Completion, Finish, Model, Started, TokenLogprob, Usage
 
 __all__ = [
     "AsyncClient",
@@ -28,5 +28,6 @@ __all__ = [
     "RequestError",
     "Started",
     "Stream",
+    "TokenLogprob",
     "Usage",
 ]

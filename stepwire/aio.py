@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,9 +14,10 @@ import grpc.aio
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire.channels import OPTIONS, split_addresses
+from stepwire.credentials import bearer
 from stepwire.errors import RequestError
 from stepwire.generation import Generation
-from stepwire.request import Prompt, build
+from stepwire.request import Prompt, build, detokenize_request, tokenize_request
 from stepwire.types import Chunk, Completion, Model, Started, Usage
 
 
@@ -29,9 +30,10 @@ class AsyncClient:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Sequence[tuple[str, str]] = (),
+        api_key: str = "",
         retry_for: float = 60.0,
     ) -> None:
-        self._metadata = tuple(metadata)
+        self._metadata = (*metadata, *(bearer(api_key) if api_key else ()))
         self._retry_for = retry_for
         self._channels = [
             grpc.aio.insecure_channel(target, OPTIONS)
@@ -63,10 +65,38 @@ class AsyncClient:
 
     async def models(self, *, timeout: float | None = 30.0) -> list[Model]:  # noqa: ASYNC109
         """The models of the first server in turn that answers."""
+        response = await self._unary("ListModels", pb.ListModelsRequest(), timeout)
+        return [Model.of(model) for model in response.models]
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        model: str = "",
+        bos: bool = True,
+        timeout: float | None = 30.0,  # noqa: ASYNC109
+    ) -> list[int]:
+        """The ids that a text or a chat has as a prompt."""
+        return list((await self._unary("Tokenize", tokenize_request(prompt, model, bos), timeout)).ids)
+
+    async def detokenize(
+        self,
+        ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool | None = None,
+        timeout: float | None = 30.0,  # noqa: ASYNC109
+    ) -> str:
+        """The text of ids."""
+        request = detokenize_request(ids, model, skip_special_tokens)
+        text: str = (await self._unary("Detokenize", request, timeout)).text
+        return text
+
+    async def _unary(self, method: str, request: Any, timeout: float | None) -> Any:  # noqa: ASYNC109
+        """The answer of the first server in turn that is there."""
         for left in reversed(range(len(self._stubs))):
             try:
-                call = self._stub().ListModels(pb.ListModelsRequest(), timeout=timeout, metadata=self._metadata)
-                return [Model.of(model) for model in (await call).models]
+                return await getattr(self._stub(), method)(request, timeout=timeout, metadata=self._metadata)
             except grpc.RpcError as error:
                 if left and error.code() == grpc.StatusCode.UNAVAILABLE:
                     continue

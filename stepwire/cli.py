@@ -1,4 +1,5 @@
-"""The console command ``stepwire``: ``generate`` streams an answer to the terminal, ``models`` lists what is served.
+"""The console command ``stepwire``: ``generate`` streams an answer to the terminal, ``models`` lists what is served,
+``tokenize`` and ``detokenize`` turn text to ids and back; the operators' commands are in admin.py.
 
 The answer goes to stdout; the closing line (TTFT and tokens/s) and errors go to stderr. Exit status: 0 done, 1 the
 request failed, 2 usage, 130 interrupted.
@@ -14,8 +15,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import grpc
+
+from stepwire import admin, credentials
+from stepwire.channels import OPTIONS, split_addresses
 from stepwire.client import Client, Stream
 from stepwire.errors import RequestError
 from stepwire.request import Prompt
@@ -29,14 +35,26 @@ def _token_ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    try:
+        return int(token), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS") from None
+
+
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="stepwire", description="Talk to a Stepwire scheduler service.")
     commands = top.add_subparsers(dest="command", required=True)
 
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
-        "--address", default="127.0.0.1:50051", help="HOST:PORT, or several separated by commas (127.0.0.1:50051)"
+        "--address", help="HOST:PORT, or several separated by commas (127.0.0.1:50051; of the admin service: :50052)"
     )
+    common.add_argument("--api-key-file", type=Path, metavar="FILE", help="holds the API key (or the admin key)")
+    common.add_argument("--tls-ca", type=Path, metavar="FILE", help="use TLS; this PEM says who signed the server")
+    common.add_argument("--tls-cert", type=Path, metavar="FILE", help="what this client shows (PEM)")
+    common.add_argument("--tls-key", type=Path, metavar="FILE", help="... and its private key")
     common.add_argument("--timeout", type=float, help="seconds for the whole request")
     common.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -56,6 +74,19 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--min-p", type=float)
     generate.add_argument("--seed", type=int)
     generate.add_argument("-n", type=int, help="choices")
+    generate.add_argument("--repetition-penalty", type=float)
+    generate.add_argument("--frequency-penalty", type=float)
+    generate.add_argument("--presence-penalty", type=float)
+    generate.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS")
+    generate.add_argument("--allowed-token-ids", type=_token_ids, default=[], metavar="1,2,3")
+    generate.add_argument("--min-tokens", type=int, metavar="N")
+    generate.add_argument("--include-stop", action="store_true", help="the text keeps what ended it")
+    generate.add_argument("--logprobs", type=int, metavar="K", help="with --json: of each token and K alternatives")
+    generate.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same of the prompt")
+    generate.add_argument("--prompt-token-ids", action="store_true", help="with --json: show the prompt's ids")
+    generate.add_argument("--show-special-tokens", action="store_true")
+    generate.add_argument("--tenant", default="", help="whose request it is, where no API key says so")
+    generate.add_argument("--bypass-prefix-cache", action="store_true")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
     generate.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", dest="stop_token_ids")
     generate.add_argument("--ignore-eos", action="store_true", help="go on past the model's end of text")
@@ -63,12 +94,23 @@ def parser() -> argparse.ArgumentParser:
     generate.add_argument("--request-id", default="")
 
     commands.add_parser("models", parents=[common], help="list the models that are served")
+    tokenize = commands.add_parser("tokenize", parents=[common], help="the ids of a text")
+    tokenize.add_argument("text", help="- reads it from standard input")
+    tokenize.add_argument("--model", default="")
+    tokenize.add_argument("--no-bos", action="store_true", help="without the token that begins a text")
+    detokenize = commands.add_parser("detokenize", parents=[common], help="the text of ids")
+    detokenize.add_argument("ids", type=_token_ids, metavar="1,2,3")
+    detokenize.add_argument("--model", default="")
+    detokenize.add_argument("--show-special-tokens", action="store_true")
+    admin.add_parsers(commands, common)
     return top
 
 
 _PARAMETERS = (
     "model", "max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "n", "stop", "stop_token_ids",
-    "ignore_eos", "priority", "request_id", "timeout",
+    "ignore_eos", "priority", "request_id", "timeout", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "allowed_token_ids", "min_tokens", "include_stop", "logprobs", "prompt_logprobs", "prompt_token_ids", "tenant",
+    "bypass_prefix_cache",
 )  # fmt: skip
 
 
@@ -155,6 +197,8 @@ def _as_json(completion: Completion, timing: Timing, continuations: int) -> dict
 
 def _generate(client: Client, args: argparse.Namespace) -> None:
     parameters = {name: getattr(args, name) for name in _PARAMETERS}
+    parameters["logit_bias"] = dict(args.logit_bias)
+    parameters["skip_special_tokens"] = False if args.show_special_tokens else None
     prompt = _prompt(args)
     timing = Timing()
     with client.stream(prompt, **parameters) as stream:
@@ -183,22 +227,52 @@ def _models(client: Client, args: argparse.Namespace) -> None:
         )
 
 
+def _tokenize(client: Client, args: argparse.Namespace) -> None:
+    text = sys.stdin.read() if args.text == "-" else args.text
+    ids = client.tokenize(text, model=args.model, bos=not args.no_bos, timeout=args.timeout or 30.0)
+    print(json.dumps(ids) if args.json else ",".join(map(str, ids)))
+
+
+def _detokenize(client: Client, args: argparse.Namespace) -> None:
+    skip = False if args.show_special_tokens else None
+    text = client.detokenize(args.ids, model=args.model, skip_special_tokens=skip, timeout=args.timeout or 30.0)
+    print(json.dumps(text, ensure_ascii=False) if args.json else text)
+
+
+_COMMANDS = {"generate": _generate, "models": _models, "tokenize": _tokenize, "detokenize": _detokenize}
+
+
+def _run(args: argparse.Namespace) -> None:
+    api_key = args.api_key_file.read_text().strip() if args.api_key_file else ""
+    wants_tls = args.tls_ca or args.tls_cert or args.tls_key
+    secure = credentials.tls(args.tls_ca, args.tls_cert, args.tls_key) if wants_tls else None
+    if args.command in admin.COMMANDS:
+        (target,) = split_addresses(args.address or args.default_address)[:1]
+        channel = (
+            grpc.insecure_channel(target, OPTIONS) if secure is None else grpc.secure_channel(target, secure, OPTIONS)
+        )
+        with channel:
+            admin.run(channel, args, api_key)
+        return
+    with Client(args.address or "127.0.0.1:50051", credentials=secure, api_key=api_key) as client:
+        _COMMANDS[args.command](client, args)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
-        with Client(args.address) as client:
-            {"generate": _generate, "models": _models}[args.command](client, args)
+        _run(args)
         return 0
-    except (RequestError, ValueError) as error:
+    except (RequestError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # The reader left (`| head`): nothing is wrong, but Python would complain again while flushing at exit.
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         print(f"stepwire: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader left (`| head`): nothing is wrong, but Python would complain again while flushing at exit.
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

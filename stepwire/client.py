@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,9 +13,10 @@ import grpc
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire.channels import OPTIONS, split_addresses
+from stepwire.credentials import bearer
 from stepwire.errors import RequestError
 from stepwire.generation import Generation
-from stepwire.request import Prompt, build
+from stepwire.request import Prompt, build, detokenize_request, tokenize_request
 from stepwire.types import Chunk, Completion, Model, Started, Usage
 
 Metadata = Sequence[tuple[str, str]]
@@ -24,8 +25,9 @@ Metadata = Sequence[tuple[str, str]]
 class Client:
     """A client of one or several scheduler services that serve the same models.
 
-    `address`: ``host:port``, or several (a sequence, or separated by commas), taken in turn. `credentials`: for TLS;
-    without, plain text. `metadata`: sent with every call. `retry_for`: seconds without a message after which a broken
+    `address`: ``host:port``, or several (a sequence, or separated by commas), taken in turn. `credentials`: for TLS
+    (``stepwire.credentials.tls``); without, plain text. `metadata`: sent with every call; `api_key` as one of it.
+    `retry_for`: seconds without a message after which a broken
     stream is given up. Safe to use from several threads.
     """
 
@@ -35,9 +37,10 @@ class Client:
         *,
         credentials: grpc.ChannelCredentials | None = None,
         metadata: Metadata = (),
+        api_key: str = "",
         retry_for: float = 60.0,
     ) -> None:
-        self._metadata = tuple(metadata)
+        self._metadata = (*metadata, *(bearer(api_key) if api_key else ()))
         self._retry_for = retry_for
         self._channels = [
             grpc.insecure_channel(target, OPTIONS)
@@ -62,10 +65,38 @@ class Client:
 
     def models(self, *, timeout: float | None = 30.0) -> list[Model]:
         """The models of the first server in turn that answers."""
+        response = self._unary("ListModels", pb.ListModelsRequest(), timeout)
+        return [Model.of(model) for model in response.models]
+
+    def tokenize(
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        *,
+        model: str = "",
+        bos: bool = True,
+        timeout: float | None = 30.0,
+    ) -> list[int]:
+        """The ids that a text or a chat has as a prompt."""
+        return list(self._unary("Tokenize", tokenize_request(prompt, model, bos), timeout).ids)
+
+    def detokenize(
+        self,
+        ids: Sequence[int],
+        *,
+        model: str = "",
+        skip_special_tokens: bool | None = None,
+        timeout: float | None = 30.0,
+    ) -> str:
+        """The text of ids."""
+        request = detokenize_request(ids, model, skip_special_tokens)
+        text: str = self._unary("Detokenize", request, timeout).text
+        return text
+
+    def _unary(self, method: str, request: Any, timeout: float | None) -> Any:
+        """The answer of the first server in turn that is there."""
         for left in reversed(range(len(self._stubs))):
             try:
-                response = self._stub().ListModels(pb.ListModelsRequest(), timeout=timeout, metadata=self._metadata)
-                return [Model.of(model) for model in response.models]
+                return getattr(self._stub(), method)(request, timeout=timeout, metadata=self._metadata)
             except grpc.RpcError as error:
                 if left and error.code() == grpc.StatusCode.UNAVAILABLE:
                     continue

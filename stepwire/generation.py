@@ -21,7 +21,7 @@ import grpc
 
 from protos.stepwire.v1 import inference_pb2 as pb
 from stepwire.errors import RequestError
-from stepwire.types import Choice, Chunk, Completion, Finish, Started, Usage
+from stepwire.types import Choice, Chunk, Completion, Finish, Started, TokenLogprob, Usage
 
 PUSHBACK = "grpc-retry-pushback-ms"
 FIRST_DELAY = 0.05  # seconds, then longer by GROWTH each time
@@ -37,6 +37,7 @@ class _ChoiceState:
     token_ids: list[int] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: Finish | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
 def pushback_seconds(metadata: Sequence[tuple[str, str | bytes]]) -> float | None:
@@ -74,6 +75,7 @@ class Generation:
         self._choices = [_ChoiceState() for _ in range(n)]
         self.started: Started | None = None
         self.usage: Usage | None = None
+        self.prompt_logprobs: list[TokenLogprob] = []
         self.continuations = 0  # those that were accepted
 
     # ---- one attempt
@@ -102,6 +104,7 @@ class Generation:
         self._last_progress = self._clock()
         if message.HasField("started"):
             self._start(message.started)
+        self.prompt_logprobs += [TokenLogprob.of(entry) for entry in message.prompt_logprobs]
         chunks = []
         for delta in message.choices:
             if not 0 <= delta.index < len(self._choices):
@@ -112,19 +115,24 @@ class Generation:
             choice.token_ids.extend(delta.token_ids)
             choice.text.append(delta.text)
             choice.finish = Finish.of(delta.finish) if delta.HasField("finish") else None
+            logprobs = tuple(TokenLogprob.of(entry) for entry in delta.logprobs)
+            choice.logprobs.extend(logprobs)
             if delta.text or delta.token_ids or choice.finish:
-                chunks.append(Chunk(delta.index, delta.text, tuple(delta.token_ids), choice.finish))
+                chunks.append(Chunk(delta.index, delta.text, tuple(delta.token_ids), choice.finish, logprobs))
         if message.HasField("usage"):
             usage = message.usage
             self.usage = Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
         return chunks
 
     def _start(self, message: pb.Started) -> None:
-        started = Started(message.request_id, message.model, message.seed, message.prompt_tokens)
+        prompt = tuple(message.prompt_token_ids)
+        started = Started(message.request_id, message.model, message.seed, message.prompt_tokens, prompt)
         if self.started is None:
             self.started = started
             return
         self.continuations += 1
+        if not any(choice.token_ids for choice in self._choices):
+            self.prompt_logprobs.clear()  # the server sends them again, from the first one on
         if started.seed != self.started.seed:
             raise RequestError(
                 grpc.StatusCode.DATA_LOSS, "the server continued with another seed: the text would break"
@@ -188,5 +196,7 @@ class Generation:
         for index, choice in enumerate(self._choices):
             if choice.finish is None:
                 raise RequestError(grpc.StatusCode.INTERNAL, f"the stream ended without the end of choice {index}")
-            choices.append(Choice(index, "".join(choice.text), tuple(choice.token_ids), choice.finish))
-        return Completion(self.started, tuple(choices), self.usage)
+            choices.append(
+                Choice(index, "".join(choice.text), tuple(choice.token_ids), choice.finish, tuple(choice.logprobs))
+            )
+        return Completion(self.started, tuple(choices), self.usage, tuple(self.prompt_logprobs))

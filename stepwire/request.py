@@ -21,25 +21,63 @@ def build(
     min_p: float | None = None,
     seed: int | None = None,
     n: int | None = None,
+    repetition_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    allowed_token_ids: Sequence[int] = (),
     stop: str | Sequence[str] = (),
     stop_token_ids: Sequence[int] = (),
     ignore_eos: bool = False,
+    min_tokens: int | None = None,
+    include_stop: bool = False,
+    logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
+    prompt_token_ids: bool = False,
+    skip_special_tokens: bool | None = None,
     priority: int = 0,
     request_id: str = "",
+    tenant: str = "",
+    bypass_prefix_cache: bool = False,
 ) -> pb.GenerateRequest:
     """Ranges and defaults: protos/stepwire/v1/inference.proto. The server checks them; only types are checked here."""
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
         priority=priority,
-        sampling=pb.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, n=n),
+        tenant=tenant,
+        bypass_prefix_cache=bypass_prefix_cache,
+        sampling=pb.Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            n=n,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=logit_bias,
+            allowed_token_ids=allowed_token_ids,
+        ),
         stopping=pb.Stopping(
             max_tokens=max_tokens,
             stop=[stop] if isinstance(stop, str) else stop,
             stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
+            min_tokens=min_tokens,
+            include_stop=include_stop,
         ),
     )
+    output = pb.Output(
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        prompt_token_ids=prompt_token_ids,
+    )
+    if skip_special_tokens is not None:
+        output.skip_special_tokens = skip_special_tokens
+    if output.ByteSize():
+        request.output.CopyFrom(output)
     if isinstance(prompt, str):
         request.text = prompt
     elif prompt and isinstance(prompt[0], Mapping):
@@ -52,4 +90,17 @@ def build(
     else:
         request.token_ids.SetInParent()
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
+    return request
+
+
+def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str, bos: bool) -> pb.TokenizeRequest:
+    if isinstance(prompt, str):
+        return pb.TokenizeRequest(model=model, text=prompt, no_bos=not bos)
+    return pb.TokenizeRequest(model=model, chat=build(prompt).chat)
+
+
+def detokenize_request(ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
+    request = pb.DetokenizeRequest(model=model, ids=ids)
+    if skip_special_tokens is not None:
+        request.skip_special_tokens = skip_special_tokens
     return request

@@ -36,6 +36,7 @@ class Started:
     model: str
     seed: int
     prompt_tokens: int
+    prompt_token_ids: tuple[int, ...] = ()  # where they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,30 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """`rank` 1 is the most likely; `top` holds (id, logprob) of the most likely ids, in order."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+    @classmethod
+    def of(cls, message: pb.TokenLogprob) -> TokenLogprob:
+        top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+        return cls(message.token_id, message.logprob, message.rank, top)
+
+
+@dataclass(frozen=True, slots=True)
 class Chunk:
-    """New text and new token ids of one choice, to be appended. `finish` is set in the choice's last chunk."""
+    """New text and new token ids of one choice, to be appended. `finish` is set in the choice's last chunk. `logprobs`
+    holds one entry for each id, where they were asked for."""
 
     index: int
     text: str
     token_ids: tuple[int, ...]
     finish: Finish | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,7 @@ class Choice:
     text: str
     token_ids: tuple[int, ...]
     finish: Finish
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +87,7 @@ class Completion:
     started: Started
     choices: tuple[Choice, ...]
     usage: Usage
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of prompt tokens 1, 2, ... (counted from 0)
 
     @property
     def text(self) -> str:

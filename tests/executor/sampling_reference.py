@@ -34,11 +34,12 @@ def adjusted(raw: np.ndarray, params: SamplingParams, prompt: list[int], outputs
     return [float(x) for x in row]
 
 
-def draw(row: list[float], params: SamplingParams, bits: int, shift: float = 0.0) -> int:
-    """The drawn id. ``shift`` moves every border by so much: what rounding may decide differs under it."""
+def candidates(row: list[float], params: SamplingParams, shift: float = 0.0) -> dict[int, float]:
+    """Probability of each id that may be drawn, in candidate order. ``shift`` moves every border by so much: what
+    rounding may decide differs under it."""
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))
     if params.temperature < 1e-5:
-        return order[0]
+        return {order[0]: 1.0}
     top = row[order[0]]
     mass = {i: math.exp((row[i] - top) / params.temperature) for i in order}
     kept = [i for i in order if mass[i] >= params.min_p + (shift if params.min_p else 0.0)] or order[:1]
@@ -54,13 +55,26 @@ def draw(row: list[float], params: SamplingParams, bits: int, shift: float = 0.0
                 kept = kept[: n + 1]
                 break
     total = math.fsum(mass[i] for i in kept)
-    target = (bits / 2**64 + shift) * total
+    return {i: mass[i] / total for i in kept}
+
+
+def draw(row: list[float], params: SamplingParams, bits: int, shift: float = 0.0) -> int:
+    """The drawn id."""
+    kept = candidates(row, params, shift)
     running = 0.0
-    for i in kept:
-        running += mass[i]
-        if running > target:
+    for i, probability in kept.items():
+        running += probability
+        if running > bits / 2**64 + shift:
             return i
-    return kept[-1]
+    return i
+
+
+def logprobs(raw: np.ndarray) -> tuple[list[float], list[int]]:
+    """(log probability of each id, ids by rank)."""
+    wide = [float(x) for x in raw]
+    top = max(wide)
+    log_sum = top + math.log(math.fsum(math.exp(x - top) for x in wide))
+    return [x - log_sum for x in wide], sorted(range(len(wide)), key=lambda i: (-wide[i], i))
 
 
 def acceptable(row: list[float], params: SamplingParams, bits: int) -> set[int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -18,7 +20,7 @@ from executor_svc.sampling.rows import SampleRows, SlotParams
 from executor_svc.sampling.rules import TokenCounts, parse_rules
 from executor_svc.sampling.sampler import SamplerOutput, sample, warm_up
 from executor_svc.sequence import Sequence
-from protos.step import ALL_MASKED, BAD_PARAMETER, NON_FINITE, Admission, SamplingParams
+from protos.step import ALL_MASKED, BAD_PARAMETER, NON_FINITE, Admission, RowLogprobs, SamplingParams
 from protos.wire import pack_int32
 from tests.executor import sampling_reference as reference
 
@@ -38,15 +40,15 @@ class Row:
         return int(draw_bits(*(np.array([x], dtype=np.uint64) for x in key))[0])
 
 
-def run(logits: np.ndarray, rows: list[Row]) -> SamplerOutput:
-    """Row i in slot i + 3."""
+def run(logits: np.ndarray, rows: list[Row], outputs: Iterable[int] | None = None) -> SamplerOutput:
+    """Row i in slot i + 3. ``outputs``: output positions other than the rows' histories have."""
     table = SlotParams(len(rows) + 3)
     special = []
     for i, row in enumerate(rows):
-        prompt, outputs = np.array(row.prompt, dtype=np.int32), np.array(row.outputs, dtype=np.int32)
+        prompt, drawn = np.array(row.prompt, dtype=np.int32), np.array(row.outputs, dtype=np.int32)
         rules, fault = None, None
         try:
-            rules = parse_rules(row.params, prompt, outputs, logits.shape[1])
+            rules = parse_rules(row.params, prompt, drawn, logits.shape[1])
         except RowError as error:
             fault = error
         sequence = Sequence(i + 3, 1, "r", len(prompt), prompt, rules, fault)
@@ -61,7 +63,7 @@ def run(logits: np.ndarray, rows: list[Row]) -> SamplerOutput:
             slots=slots,
             generations=np.ones(len(rows), dtype=np.int32),
             positions=np.array([len(r.prompt) + len(r.outputs) for r in rows], dtype=np.int64),
-            outputs=np.array([len(r.outputs) for r in rows], dtype=np.int64),
+            outputs=np.array(list(outputs or (len(r.outputs) for r in rows)), dtype=np.int64),
             draws=table.draws_of(slots),
             special=tuple(special),
         ),
@@ -69,8 +71,9 @@ def run(logits: np.ndarray, rows: list[Row]) -> SamplerOutput:
 
 
 VOCAB = 40
-ids = st.lists(st.integers(0, VOCAB - 1), max_size=6, unique=True)
-number = st.floats(-30, 30, width=32)
+EVERY = list(range(VOCAB))
+any_id = st.one_of(st.sampled_from([0, VOCAB - 1]), st.integers(0, VOCAB - 1))
+ids = st.lists(any_id, max_size=6, unique=True)
 
 
 @st.composite
@@ -96,18 +99,43 @@ def parameters(draw: st.DrawFn) -> SamplingParams:
     )
 
 
+def all_but(kept: int, how: str) -> dict[str, Any]:
+    """Parameters that mask every id but one, or but the first and last."""
+    others = [i for i in EVERY if i != kept]
+    if how == "allowed_ids":
+        return {"allowed_ids": pack_int32([kept])}
+    if how == "logit_bias":
+        return {"logit_bias_ids": pack_int32(others), "logit_bias": floats([-np.inf] * len(others))}
+    if how == "min_tokens":
+        return {"masked_until_min_tokens": pack_int32(others), "min_tokens": 2**31 - 1}
+    return {"allowed_ids": pack_int32([VOCAB - 1, 0])}
+
+
 @st.composite
 def row_and_logits(draw: st.DrawFn) -> tuple[Row, np.ndarray]:
-    history = st.lists(st.integers(0, VOCAB - 1), max_size=5)
-    row = Row(draw(parameters()), [*draw(history), 0], draw(history), draw(st.integers(0, 3)))
-    if draw(st.booleans()):
-        logits = np.array(draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=VOCAB, max_size=VOCAB)))
-    else:
-        logits = np.random.default_rng(draw(st.integers(0, 2**32))).normal(0, 4, VOCAB)
+    params = draw(parameters())
+    mask = draw(st.sampled_from(["", "", "", "allowed_ids", "logit_bias", "min_tokens", "ends"]))
+    if mask:
+        params = msgspec.structs.replace(params, **all_but(draw(any_id), mask))
+    history = st.lists(any_id, max_size=5)
+    outputs = draw(history)
+    if draw(st.booleans()):  # long: penalties of what came hundreds of times
+        few = np.random.default_rng(draw(st.integers(0, 2**32))).integers(0, draw(st.sampled_from([2, VOCAB])), 400)
+        outputs = [*outputs, *few.tolist()]
+    row = Row(params, [*draw(history), draw(any_id)], outputs, draw(st.integers(0, 3)))
+    match draw(st.sampled_from(["levels", "equal", "normal", "wide"])):
+        case "levels":
+            logits = np.array(draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=VOCAB, max_size=VOCAB)))
+        case "equal":
+            logits = np.full(VOCAB, draw(st.sampled_from([0.0, -0.0, 3.5, -1e30])))
+        case kind:
+            rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+            logits = rng.normal(0, 4 if kind == "normal" else 1000, VOCAB)
+            logits[rng.integers(0, VOCAB, draw(st.sampled_from([0, 9])))] = -np.inf
     return row, logits.astype(np.float32)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(row_and_logits(), min_size=1, max_size=5))
 def test_every_parameter_mixed_against_the_reference(batch: list[tuple[Row, np.ndarray]]) -> None:
     rows = [row for row, _ in batch]
@@ -120,9 +148,24 @@ def test_every_parameter_mixed_against_the_reference(batch: list[tuple[Row, np.n
             assert [f.status for f in got.faults if f.slot == i + 3] == [ALL_MASKED]
             continue
         assert int(got.tokens[i]) in reference.acceptable(expected, row.params, row.bits())
+        if row.params.logprobs >= 0:
+            (entry,) = (e for e in got.logprobs if e.slot == i + 3)
+            check_logprobs(entry.rows, logits[i], int(got.tokens[i]), row)
     alone = [run(logits[i : i + 1], [row]) for i, row in enumerate(rows)]
     assert [int(a.tokens[0]) for a in alone] == got.tokens.tolist()
-    assert [len(a.logprobs) for a in alone] == [sum(e.slot == i + 3 for e in got.logprobs) for i in range(len(rows))]
+    assert [e.rows for a in alone for e in a.logprobs] == [e.rows for e in got.logprobs]
+
+
+def check_logprobs(found: tuple[RowLogprobs, ...], raw: np.ndarray, token: int, row: Row) -> None:
+    """Of the raw logits, whatever the row's parameters."""
+    (entry,) = found
+    expected, order = reference.logprobs(raw)
+    top = order[: row.params.logprobs]
+    assert entry.position == len(row.prompt) + len(row.outputs)
+    assert entry.chosen == pytest.approx(expected[token], rel=1e-12, abs=1e-11)
+    assert entry.rank == order.index(token) + 1
+    assert np.frombuffer(entry.top_ids, "<i4").tolist() == top
+    assert np.frombuffer(entry.top_values, "<f4") == pytest.approx([expected[i] for i in top], rel=1e-6, abs=1e-6)
 
 
 def test_penalties_are_those_of_the_reference() -> None:
@@ -207,20 +250,78 @@ def test_weights_are_monotone_and_near_the_exponential() -> None:
         before = low
 
 
-def test_draws_follow_the_distribution() -> None:
-    """Chi-squared over 20,000 positions; the bound is the 0.999 quantile of 15 degrees of freedom."""
-    n, vocab = 20_000, 16
+def assert_frequencies(counts: np.ndarray, expected: np.ndarray) -> None:
+    """Chi-squared, at the 0.999 quantile (Wilson and Hilferty's approximation). What cannot come did not."""
+    possible = expected > 0
+    assert not counts[~possible].any()
+    freedom = int(possible.sum()) - 1
+    if freedom:
+        statistic = float(((counts - expected)[possible] ** 2 / expected[possible]).sum())
+        assert statistic < freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3
+
+
+FREQUENCIES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.5},
+    "hot": {"temperature": 100.0},
+    "top_k": {"top_k": 5, "temperature": 0.8},
+    "top_p": {"top_p": 0.8, "temperature": 1.3},
+    "nearly all of top_p": {"top_p": 0.999999999},
+    "min_p": {"min_p": 0.15},
+    "filters together": {"top_k": 9, "top_p": 0.9, "min_p": 0.05, "temperature": 1.7},
+    "one left": {"top_k": 1},
+    "penalties and bias": {
+        "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": -0.7, "top_p": 0.95,
+        "logit_bias_ids": pack_int32([0, 15, 3]), "logit_bias": floats([2.0, 1.0, -np.inf]),
+    },
+    "the first and the last id": {"allowed_ids": pack_int32([0, 15]), "temperature": 1.5},
+    "equal": {"equal": True},
+    "the lowest of equal": {"equal": True, "top_k": 6, "min_p": 1.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["seed", "choice", "outputs"])
+@pytest.mark.parametrize("name", FREQUENCIES)
+def test_draws_follow_the_distribution(name: str, key: str) -> None:
+    """Whichever part of (seed, choice index, output position) differs from draw to draw."""
+    n, vocab = 1500, 16
+    params = dict(FREQUENCIES[name])
     row = np.random.default_rng(2).normal(0, 1.5, vocab).astype(np.float32)
-    logits = np.repeat(row[None], n, axis=0)
-    bits = draw_bits(np.full(n, 77, np.uint64), np.zeros(n, np.uint64), np.arange(n, dtype=np.uint64))
+    if params.pop("equal", False):
+        row[:] = 1.25
+    history = [1, 5, 5, 0, 7]
+    base = SamplingParams(seed=77, **params)
+    expected = np.zeros(vocab)
+    for token, probability in reference.candidates(reference.adjusted(row, base, [2], history), base).items():
+        expected[token] = probability
+    rows = [Row(base, [2], history) for _ in range(n)]
+    for i, one in enumerate(rows):
+        if key == "seed":
+            one.params = msgspec.structs.replace(base, seed=i << 40 | i)
+        elif key == "choice":
+            one.choice = i
+    tokens = run(np.repeat(row[None], n, axis=0), rows, range(n) if key == "outputs" else None).tokens
+    assert_frequencies(np.bincount(tokens, minlength=vocab), expected * n)
+
+
+def test_successive_draws_and_choices_are_independent() -> None:
+    """Pairs of tokens, of neighbouring positions and of neighbouring choices, have the product of the frequencies."""
+    n, vocab = 20_000, 6
+    row = np.random.default_rng(3).normal(0, 1, vocab).astype(np.float32)
+    p = np.exp(row.astype(np.float64))
+    p /= p.sum()
     one = np.ones(n)
-    tokens = draw_rows(
-        logits, np.arange(n), logits.max(axis=1), one * 0.8, np.zeros(n, dtype=np.int64), one, one * 0, bits
-    )
-    p = np.exp((row - row.max()).astype(np.float64) / 0.8)
-    expected = p / p.sum() * n
-    statistic = float(((np.bincount(tokens, minlength=vocab) - expected) ** 2 / expected).sum())
-    assert statistic < 37.7
+    at = np.arange(n)
+
+    def tokens(choice: int) -> np.ndarray:
+        bits = draw_bits(np.full(n, 9, np.uint64), np.full(n, choice, np.uint64), at.astype(np.uint64))
+        logits = np.repeat(row[None], n, axis=0)
+        return draw_rows(logits, at, logits.max(axis=1), one, np.zeros(n, dtype=np.int64), one, one * 0, bits)
+
+    first, second = tokens(0), tokens(1)
+    expected = np.outer(p, p).ravel()
+    assert_frequencies(np.bincount(first[0::2] * vocab + first[1::2], minlength=vocab**2), expected * (n // 2))
+    assert_frequencies(np.bincount(first * vocab + second, minlength=vocab**2), expected * n)
 
 
 def test_warming_up_compiles_what_a_draw_runs() -> None:

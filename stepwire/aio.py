@@ -13,7 +13,7 @@ import grpc.aio
 
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
-from stepwire.channels import OPTIONS, split_addresses
+from stepwire.channels import Options, channel_options, split_addresses
 from stepwire.credentials import bearer
 from stepwire.errors import RequestError
 from stepwire.generation import Generation
@@ -32,13 +32,15 @@ class AsyncClient:
         metadata: Sequence[tuple[str, str]] = (),
         api_key: str = "",
         retry_for: float = 60.0,
+        options: Options = (),
     ) -> None:
+        arguments = channel_options(options)
         self._metadata = (*metadata, *(bearer(api_key) if api_key else ()))
         self._retry_for = retry_for
         self._channels = [
-            grpc.aio.insecure_channel(target, OPTIONS)
+            grpc.aio.insecure_channel(target, arguments)
             if credentials is None
-            else grpc.aio.secure_channel(target, credentials, OPTIONS)
+            else grpc.aio.secure_channel(target, credentials, arguments)
             for target in split_addresses(address)
         ]
         self._stubs = [pb_grpc.InferenceStub(channel) for channel in self._channels]

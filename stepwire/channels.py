@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-OPTIONS: tuple[tuple[str, int], ...] = (
+Options = Sequence[tuple[str, int | str]]
+
+OPTIONS: tuple[tuple[str, int | str], ...] = (
+    # A name that stands for several servers: calls go to each in turn, not all to the first.
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     # A server that vanished without a word is found in 40 s; its successor is tried again within 1 s.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -23,3 +27,8 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
     if not addresses:
         raise ValueError("at least one address is needed")
     return addresses
+
+
+def channel_options(more: Options) -> list[tuple[str, int | str]]:
+    """OPTIONS, with ``more`` (gRPC channel arguments) added or in their place."""
+    return list((dict(OPTIONS) | dict(more)).items())

@@ -12,7 +12,7 @@ import grpc
 
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
-from stepwire.channels import OPTIONS, split_addresses
+from stepwire.channels import Options, channel_options, split_addresses
 from stepwire.credentials import bearer
 from stepwire.errors import RequestError
 from stepwire.generation import Generation
@@ -27,8 +27,8 @@ class Client:
 
     `address`: ``host:port``, or several (a sequence, or separated by commas), taken in turn. `credentials`: for TLS
     (``stepwire.credentials.tls``); without, plain text. `metadata`: sent with every call; `api_key` as one of it.
-    `retry_for`: seconds without a message after which a broken
-    stream is given up. Safe to use from several threads.
+    `retry_for`: seconds without a message after which a broken stream is given up. `options`: more gRPC channel
+    arguments. Safe to use from several threads.
     """
 
     def __init__(
@@ -39,13 +39,15 @@ class Client:
         metadata: Metadata = (),
         api_key: str = "",
         retry_for: float = 60.0,
+        options: Options = (),
     ) -> None:
+        arguments = channel_options(options)
         self._metadata = (*metadata, *(bearer(api_key) if api_key else ()))
         self._retry_for = retry_for
         self._channels = [
-            grpc.insecure_channel(target, OPTIONS)
+            grpc.insecure_channel(target, arguments)
             if credentials is None
-            else grpc.secure_channel(target, credentials, OPTIONS)
+            else grpc.secure_channel(target, credentials, arguments)
             for target in split_addresses(address)
         ]
         self._stubs = [pb_grpc.InferenceStub(channel) for channel in self._channels]

@@ -1,0 +1,1 @@
+"""Parts of bench/chaos.py: streams of all kinds, a seeded schedule of faults, and what became of the streams."""

@@ -86,7 +86,7 @@ class Chaos:
             self.relays[f"e{i}"] = relay
         acts = Acts(
             self.cluster, self.model, self.relays, self.args.executor_flag,
-            loop.call_soon_threadsafe, self._start_scheduler, self.args.seed,
+            lambda act: loop.call_soon_threadsafe(act), self._start_scheduler, self.args.seed,
         )  # fmt: skip
         try:
             await asyncio.to_thread(self._start, acts)

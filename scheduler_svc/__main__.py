@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from scheduler_svc import logs
-from scheduler_svc.child import Child
+from scheduler_svc.child import Child, Watch
 from scheduler_svc.supervisor import Patience, Supervisor
 
 log = logging.getLogger("scheduler_svc")
@@ -175,7 +175,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"--run-dir {folder}: its path is too long for a socket")
             front = f"ipc://{path}"
             core = Child("core", core_command(args, front, rest))
-            workers = [Child(f"api-{i}", worker_command(args, front, i)) for i in range(args.api_workers)]
+            workers = [
+                Child(f"api-{i}", worker_command(args, front, i), watch=Watch()) for i in range(args.api_workers)
+            ]
             return asyncio.run(Supervisor(core, workers, front, waits).run())
     except ValueError as error:
         parse.error(str(error))

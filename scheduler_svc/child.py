@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from scheduler_svc.pulse import Pulse
+
 log = logging.getLogger(__name__)
 
 USAGE_ERROR = 2  # argparse's exit status: at the first start, so every start would end this way
@@ -53,16 +55,30 @@ def die_with_parent(parent: int) -> Callable[[], None]:
     return preexec
 
 
-class Child:
-    """`command` is started at once and again whenever it ends, until ``stop`` was called."""
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """Of a child's pulse (pulse.py), in seconds."""
 
-    def __init__(self, name: str, command: Sequence[str], backoff: Backoff | None = None) -> None:
+    startup: float = 60.0  # until the first beat
+    silence: float = 4.0  # then it counts as frozen
+
+
+class Child:
+    """`command` is started at once and again whenever it ends, until ``stop`` was called.
+
+    With a ``watch`` it gets ``--pulse-fd N``, and is killed, and so started again, when it has no pulse.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], backoff: Backoff | None = None, watch: Watch | None = None
+    ) -> None:
         self.name = name
         self.starts = 0
         self.status: int | None = None  # of the last end: exit status, or minus the signal
         self.was_killed = False
         self._command = list(command)
         self._backoff = backoff or Backoff()
+        self._watch = watch
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self.running = asyncio.Event()  # a process is there ...
@@ -99,9 +115,12 @@ class Child:
         """One process from start to reaping; its uptime in seconds."""
         started = time.monotonic()
         self.starts += 1
+        pulse = Pulse() if self._watch is not None else None
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
+                *(["--pulse-fd", str(pulse.write)] if pulse is not None else []),
+                pass_fds=(pulse.write,) if pulse is not None else (),
                 stdin=asyncio.subprocess.DEVNULL,
                 # A group of its own: Ctrl-C reaches the supervisor alone, which then stops its children in order.
                 process_group=0,
@@ -110,6 +129,8 @@ class Child:
         except (OSError, subprocess.SubprocessError) as error:  # no memory or process left: try again later
             log.error("child cannot be started", extra={"child": self.name, "error": str(error)})
             self.status = None
+            if pulse is not None:
+                pulse.close()
             return 0.0
         self._process = process
         self.gone.clear()
@@ -117,9 +138,12 @@ class Child:
         log.info("child started", extra={"child": self.name, "child_pid": process.pid, "start": self.starts})
         if self._stopping.is_set():
             process.terminate()
+        watching = asyncio.create_task(self._kill_when_silent(pulse)) if pulse is not None else None
         try:
             self.status = await process.wait()
         finally:
+            if watching is not None:
+                watching.cancel()
             self._process = None
             self.running.clear()
             self.gone.set()
@@ -127,6 +151,16 @@ class Child:
                 process.kill()
                 await process.wait()
         return time.monotonic() - started
+
+    async def _kill_when_silent(self, pulse: Pulse) -> None:
+        assert self._watch is not None
+        pulse.started()
+        try:
+            silent = await pulse.until_silent(self._watch.startup, self._watch.silence)
+            log.error("child is frozen, killing it", extra={"child": self.name, "silent": round(silent, 3)})
+            self.signal(signal.SIGKILL)
+        finally:
+            pulse.close()
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

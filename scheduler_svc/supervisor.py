@@ -4,7 +4,7 @@
 
     start:  core, then the API workers (they wait for it)
     dies:   it is reaped, then started again (child.py). Open streams survive a core: the API workers submit them again
-    frozen: a core that says nothing for too long is killed, and so dies
+    frozen: a core that says nothing for too long is killed, and so dies; an API worker without a pulse, too (pulse.py)
     stop:   SIGTERM (or SIGINT): API workers first, which finish their streams; then the core. A second one hurries
 
 Exit status: 0 after a clean stop; 1 when a child had to be killed or ended badly while stopping; 2 when a child refused
@@ -35,7 +35,7 @@ class Patience:
     core_stop: float = 10.0  # for the core after that
     hurry: float = 3.0  # after a second signal, before SIGKILL
     core_startup: float = 60.0  # until a new core's first word
-    core_silence: float = 10.0  # then it counts as frozen
+    core_silence: float = 4.0  # then it counts as frozen: its loop says something four times a second
 
 
 class Supervisor:

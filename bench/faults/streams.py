@@ -16,7 +16,22 @@ from stepwire.generation import Generation
 
 KINDS = ("greedy", "seeded", "choices", "stop", "text", "long")
 RETRY_FOR = 300.0  # seconds without a message: a loaded machine takes its time to start processes
-_WORDS = "the quick brown fox jumps over a lazy dog 0123 Größe naïve 東京 привет".split()
+_WORDS = (
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "0123",
+    "Größe",
+    "naïve",
+    "東京",
+    "привет",
+)
 
 
 @dataclass(slots=True)

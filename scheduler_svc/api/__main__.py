@@ -17,6 +17,7 @@ from scheduler_svc.api.security import TlsFiles, is_local
 from scheduler_svc.api.server import ApiServer, ServerConfig
 from scheduler_svc.api.service import ServiceConfig
 from scheduler_svc.api.tenancy import MIN_KEY_CHARS, load_keys
+from scheduler_svc.pulse import beat
 
 log = logging.getLogger("scheduler_svc.api")
 
@@ -50,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="... to clients that this CA signed (PEM)")
     parse.add_argument("--admin", metavar="HOST:PORT", help="serve stepwire.v1.Admin there (default: not)")
     parse.add_argument("--admin-key-file", type=Path, metavar="FILE", help="what admins must show; off loopback a must")
+    parse.add_argument("--pulse-fd", type=int, metavar="N", help="set by the supervisor: write there while alive")
     logs.add_arguments(parse)
     return parse
 
@@ -134,9 +136,18 @@ def _admin_key(path: Path | None) -> str:
     return key
 
 
-async def serve(config: ServerConfig, metrics_address: str | None) -> int:
+async def serve(config: ServerConfig, metrics_address: str | None, pulse: int | None = None) -> int:
     """Runs until SIGTERM or SIGINT (drains; a second one ends at once). Returns the exit status."""
     loop = asyncio.get_running_loop()
+    beating = asyncio.create_task(beat(pulse)) if pulse is not None else None
+    try:
+        return await _serve(config, metrics_address, loop)
+    finally:
+        if beating is not None:
+            beating.cancel()
+
+
+async def _serve(config: ServerConfig, metrics_address: str | None, loop: asyncio.AbstractEventLoop) -> int:
     asked = asyncio.Event()
     again = asyncio.Event()
 
@@ -182,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = config_of(args)
     except ValueError as error:
         parse.error(str(error))
-    return asyncio.run(serve(config, args.metrics))
+    return asyncio.run(serve(config, args.metrics, args.pulse_fd))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,9 @@ _OPTIONS = {
     "--wait-for-executor": ("wait_for_executor", "seconds that requests wait for an executor of their model"),
     "--startup-grace": ("startup_grace", "seconds after a start in which unknown models may still come"),
     "--step-timeout": ("step_timeout", "seconds of age at which an unanswered step means a hung executor"),
-    "--step-timeout-per-token": ("step_timeout_per_token", "seconds more for each of its tokens"),
+    "--step-slack": ("step_slack", "... plus so many times what a step of its size took at worst"),
+    "--cold-step-timeout": ("cold_step_timeout", "the same for an executor whose steps were not measured yet"),
+    "--step-timeout-per-token": ("step_timeout_per_token", "... plus so many seconds for each of its tokens"),
     "--quarantine": ("quarantine", "seconds that an executor is kept away after losing epochs in a row"),
 }
 

@@ -66,6 +66,7 @@ class Committer:
         logprobs = _owned(executor, result) if result.logprobs else []
         executor.inflight.popleft()
         executor.steps += 1
+        executor.step_age.answered(record, now - max(record.sent_at, executor.last_answer))
         executor.last_answer = now
         executor.round_us = result.round_us
         table = executor.table

@@ -32,8 +32,11 @@ class CoreConfig:
     max_models: int = 64
     max_workers: int = 64
 
-    step_timeout: float = 30.0  # age of the oldest unanswered step ...
-    step_timeout_per_token: float = 0.05  # ... plus this for each of its tokens: then the session is given up
+    # Age at which the oldest unanswered step means a hung executor (step_age.py): where steps were measured ...
+    step_timeout: float = 4.0
+    step_slack: float = 4.0  # ... plus so many times what one of its size took at worst
+    cold_step_timeout: float = 30.0  # where they were not yet ...
+    step_timeout_per_token: float = 0.05  # ... plus this for each of its tokens
     good_steps: int = 32  # two epochs lost with fewer answered steps between quarantine the executor
     quarantine: float = 30.0
     suspicion_clears: int = 8  # outputs after a death that clear a suspect

@@ -100,6 +100,12 @@ class Core:
         self.counters["disconnects"] += 1
         self._ping([destination for destination in self.outbox.last_sent if destination.kind == kind])
 
+    def on_stall(self, now: float) -> None:
+        """This process itself stood still: answers may be on their way that it had no time to read."""
+        self.counters["stalls"] += 1
+        for executor in self.fleet.sessions.values():
+            executor.last_answer = now
+
     def on_malformed(self) -> None:
         """A frame that is no message of the contract was dropped by the shell."""
         self.counters["malformed"] += 1
@@ -177,8 +183,7 @@ class Core:
         if not executor.inflight:
             return 0.0, 1.0
         oldest = executor.inflight[0]
-        allowed = self.config.step_timeout + self.config.step_timeout_per_token * oldest.tokens
-        return now - max(oldest.sent_at, executor.last_answer), allowed
+        return now - max(oldest.sent_at, executor.last_answer), executor.step_age.allowed(oldest)
 
     def _survey(self, now: float) -> None:
         """End requests that no executor could take for too long."""

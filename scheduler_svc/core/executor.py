@@ -10,11 +10,13 @@ from protos.digest import epoch_digest
 from protos.step import Hello, Load
 from protos.wire import Epoch
 from scheduler_svc.core.blocks import BlockPool
+from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pipeline import PlanRecord
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.slots import SlotTable
+from scheduler_svc.core.step_age import StepAge
 
 if TYPE_CHECKING:
     from scheduler_svc.core.models import ModelEntry
@@ -30,7 +32,9 @@ class ExecutorStatus(IntEnum):
 class ExecutorState:
     """``epoch`` starts with an empty slate: a new table, pool and cache, seq 1 next (`start_epoch`)."""
 
-    def __init__(self, session: bytes, hello: Hello, model: ModelEntry, num_blocks: int, now: float) -> None:
+    def __init__(
+        self, session: bytes, hello: Hello, model: ModelEntry, num_blocks: int, now: float, config: CoreConfig
+    ) -> None:
         self.session = session
         self.name = hello.executor
         self.instance = hello.instance
@@ -46,6 +50,7 @@ class ExecutorState:
         self.token_budget = hello.limits.max_batch_tokens
         self.joined = now
         self.last_answer = now
+        self.step_age = StepAge(config)
         self.steps = 0  # answered, over all epochs
         self.round_us = 0  # of the newest result
         self.pace = Pace(0.0)

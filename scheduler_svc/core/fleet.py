@@ -76,7 +76,7 @@ class Fleet:
         blocks = hello.limits.num_blocks
         if self._config.kv_blocks_limit:
             blocks = min(blocks, self._config.kv_blocks_limit)
-        executor = ExecutorState(session, hello, entry, blocks, now)
+        executor = ExecutorState(session, hello, entry, blocks, now, self._config)
         executor.pace = Pace(self._config.itl_target)
         entry.executors.append(executor)
         entry.expected.pop(hello.executor, None)

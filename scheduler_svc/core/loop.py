@@ -26,6 +26,7 @@ from scheduler_svc.core.outbox import EXECUTOR, WORKER, Destination, Message
 
 _FRAMES_A_TURN = 512  # from each socket, so that neither starves the other or the plans
 _LONGEST_WAIT = 1.0  # seconds
+_STALL = 0.5  # seconds more that a turn took: others' silence in that time says nothing about them
 _ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
@@ -77,11 +78,15 @@ class Shell:
         for monitor in self._monitors.values():
             poller.register(monitor, zmq.POLLIN)
         core = self.core
+        turned = clock()
         while not self._stopping:
             deadline = core.next_deadline()
             wait = _LONGEST_WAIT if deadline is None else min(max(deadline - clock(), 0.0), _LONGEST_WAIT)
             ready = dict(poller.poll(int(wait * 1000) + (wait > 0)))
             now = clock()
+            if now - turned > _LONGEST_WAIT + _STALL:
+                core.on_stall(now)
+            turned = now
             if self._executors in ready:
                 self._receive(self._executors, self._decode_step, core.on_executor, now)
             if self._workers in ready:

@@ -72,6 +72,7 @@ class Residency:
         executor.cache.hits += len(hits)
         executor.cache.lookups += total
         executor.prefilling[slot] = sequence
+        executor.step_age.admitted(sequence)
         if self._cache_on and sequence.uses_cache:
             for i in range(len(hits), min(len(sequence.hashes) // HASH_BYTES, sequence.known // executor.block_size)):
                 executor.filling.setdefault(bytes(sequence.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]), sequence)

@@ -11,7 +11,7 @@
     workers[]:   name, streams, sent, credited, window
     counters:    tokens, finished, failed, preemptions, prefix_hits (blocks), dropped_rows, bad_assets; those that are
                  not 0 of epochs_lost, stale_results, malformed, unexpected, strangers, refused, rejected, hung,
-                 disconnects
+                 stalls, disconnects
     problems[]:  broken invariants (only when asked for)
     request:     model, tenant, priority, age, reason, choices[]{index, state, waits_for, outputs, preemptions, deaths,
                  executor, ahead, waiting_seconds, passed, passed_by[]{request_id, tenant, seconds_ago, rule}};

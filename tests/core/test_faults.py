@@ -181,7 +181,7 @@ def test_out_of_memory_shrinks_the_batch_and_suspects_nobody() -> None:
 
 
 def test_a_hung_executor_is_given_up_and_its_sequences_go_on() -> None:
-    world, worker, session, executor = start(step_timeout=2.0, step_timeout_per_token=0.0)
+    world, worker, session, executor = start(cold_step_timeout=2.0, step_timeout_per_token=0.0)
     world.run(session)
     world.tick(1.0)
     assert session in world.core.fleet.sessions

@@ -26,7 +26,15 @@ def options(parse: argparse.ArgumentParser) -> dict[str, bool]:
 
 
 def test_every_flag_of_the_api_workers_can_be_given() -> None:
-    set_by_the_supervisor = {"--front", "--listen", "--worker-name", "--reuse-port", "--metrics", "--admin"}
+    set_by_the_supervisor = {
+        "--front",
+        "--listen",
+        "--worker-name",
+        "--reuse-port",
+        "--metrics",
+        "--admin",
+        "--pulse-fd",
+    }
     shared = {"--log-level", "--log-format"}
     wanted = {
         name: value for name, value in options(api.parser()).items() if name not in set_by_the_supervisor | shared

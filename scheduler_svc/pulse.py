@@ -1,0 +1,72 @@
+"""A child's pulse: a pipe on which its event loop writes a byte now and then. A process that lives but does not turn
+(stopped, stuck) has none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+
+INTERVAL = 0.25  # seconds between two beats
+_OVERSLEPT = 0.5  # seconds: so late means that the watcher itself stood still
+
+
+async def beat(descriptor: int) -> None:
+    """In the child, for as long as its loop turns. Ends when nobody listens any more."""
+    os.set_blocking(descriptor, False)
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            with contextlib.suppress(BlockingIOError):  # the watcher stands still: it will find what is there
+                os.write(descriptor, b".")
+            await asyncio.sleep(INTERVAL)
+
+
+class Pulse:
+    """In the parent: the pipe's reading end, and when something last came out of it."""
+
+    def __init__(self) -> None:
+        self._read, self.write = os.pipe()
+        os.set_blocking(self._read, False)
+        self._heard = time.monotonic()
+        self._beats = 0
+        self._news = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._read, self._on_readable)
+
+    def started(self) -> None:
+        """The child has the writing end: the parent's is closed."""
+        os.close(self.write)
+        self.write = -1
+
+    async def until_silent(self, startup: float, silence: float) -> float:
+        """Returns for how long nothing came, once that is more than ``silence`` seconds (``startup``, before the first
+        beat)."""
+        while True:
+            limit = silence if self._beats else startup
+            due = self._heard + limit
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, due - time.monotonic())):
+                    await self._news.wait()
+                continue
+            now = time.monotonic()
+            if now - due > _OVERSLEPT:
+                self._heard = now - limit + _OVERSLEPT  # what came meanwhile is still to be read
+            elif now >= self._heard + limit:
+                return now - self._heard
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._read)
+        os.close(self._read)
+        if self.write >= 0:
+            os.close(self.write)
+
+    def _on_readable(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if not os.read(self._read, 4096):  # the child ended
+                asyncio.get_running_loop().remove_reader(self._read)
+                return
+            self._heard = time.monotonic()
+            self._beats += 1
+            self._news.set()

@@ -53,6 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, default=24, help="streams open at once")
     parser.add_argument("--output-tokens", type=int, default=160, help="most of a choice")
     parser.add_argument("--kinds", help=f"faults to use, separated by commas (all): {', '.join(KINDS)}")
+    parser.add_argument("--apart", action="store_true", help="no fault before the one before it is over")
     parser.add_argument("--executor-flag", action="append", default=[], metavar="FLAG")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the logs there")
     args = parser.parse_args(argv)
@@ -75,7 +76,6 @@ class Chaos:
         self.faults: list[Fault] = []
         self.problems: list[str] = []
         self.tokens = 0
-        self.live: dict[int, int] = {}
 
     async def run(self) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
@@ -153,11 +153,13 @@ class Chaos:
         self.faults = schedule(self.args.kills, total, self.args.kinds, random.Random(self.args.seed))
         due = list(self.faults)
         pool = ThreadPoolExecutor(max(4, self.args.executors + 4), thread_name_prefix="fault")
-        running = []
+        running: list[asyncio.Future[None]] = []
 
         def on_tokens(count: int) -> None:
             self.tokens += count
             while due and due[0].at_tokens <= self.tokens:
+                if self.args.apart and running and not running[-1].done():
+                    return
                 fault = due.pop(0)
                 print(f"{time.strftime('%H:%M:%S')} {self.tokens}/{total} tokens: {fault.kind}", flush=True)
                 running.append(asyncio.get_running_loop().run_in_executor(pool, acts.run, fault))
@@ -231,6 +233,7 @@ class Chaos:
             "streams": len(requests),
             "kills": len(faults),
             "seed": self.args.seed,
+            "apart": self.args.apart,
             "tokens": sum(outcome.tokens for outcome in expected),
             **verdicts,
             "problems": sorted(set(self.problems)),

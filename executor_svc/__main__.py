@@ -72,7 +72,7 @@ def run(config: ExecutorConfig) -> None:
             "model": config.name or facts.name,
             "kv_tokens": tokens,
             "kv_bytes": tokens * facts.kv_bytes_per_token,
-            "scheduler": config.scheduler,
+            "scheduler": ",".join(config.scheduler),
             "seconds": round(time.monotonic() - started, 1),
         },
     )

@@ -18,7 +18,7 @@ NULL_PREFIX = "null:"
 @dataclass(slots=True, frozen=True)
 class ExecutorConfig:
     model: str  # a checkpoint's path, or null:VOCAB
-    scheduler: str
+    scheduler: tuple[str, ...]  # addresses; one is served at a time
     name: str | None
     executor_name: str
     device: str
@@ -48,7 +48,14 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     )
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="Hugging Face folder or .gguf file; null:VOCAB for no model")
-    add("--scheduler", required=True, metavar="tcp://HOST:PORT", help="the scheduler's executor port")
+    add(
+        "--scheduler",
+        required=True,
+        action="append",
+        metavar="tcp://HOST:PORT",
+        help="the scheduler's executor port; may be given several times, or name a host of several addresses: one is "
+        "served at a time, that which needs this executor most",
+    )
     add("--name", metavar="MODELNAME", help="the name clients ask for (default: the file's or folder's)")
     add("--executor-name", default=socket.gethostname(), help="stable name of this executor (default: the host's)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
@@ -74,8 +81,9 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     # After parsing: --help and typing mistakes need neither zmq's keys nor torch.
     from executor_svc.link_security import link_keys
 
-    if not args.scheduler.startswith(("tcp://", "ipc://")):
-        parser.error(f"--scheduler {args.scheduler}: an address looks like tcp://HOST:PORT")
+    for scheduler in args.scheduler:
+        if not scheduler.startswith(("tcp://", "ipc://")):
+            parser.error(f"--scheduler {scheduler}: an address looks like tcp://HOST:PORT")
     if not 1 <= len(args.executor_name) <= 256:
         parser.error("--executor-name: 1 to 256 characters")
     if args.name is not None and not 1 <= len(args.name) <= 256:
@@ -87,12 +95,15 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     elif not os.path.exists(args.model):
         parser.error(f"--model {args.model}: no such file or folder")
     try:
-        keys = link_keys(args.scheduler, args.link_secret_file)
+        # The same secret for all; where it is needed for one, it is used with all.
+        keys = None
+        for scheduler in args.scheduler:
+            keys = link_keys(scheduler, args.link_secret_file)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return ExecutorConfig(
         model=args.model,
-        scheduler=args.scheduler,
+        scheduler=tuple(args.scheduler),
         name=args.name,
         executor_name=args.executor_name,
         device=args.device,

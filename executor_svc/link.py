@@ -10,16 +10,18 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
 from executor_svc.assets import AssetStore
+from executor_svc.homing import Homing, survey
 from executor_svc.session import Session
 from protos.link_keys import LinkKeys
 from protos.step import (
     PROTOCOL_VERSIONS,
+    AskNeed,
     Drain,
     Draining,
     EpochLost,
@@ -29,6 +31,7 @@ from protos.step import (
     Goodbye,
     Hello,
     Load,
+    Need,
     Ping,
     Prepare,
     Refused,
@@ -51,13 +54,14 @@ LOAD_INTERVAL = 1.0  # seconds
 class Link:
     """Connects, says hello, and reconnects for ever.
 
+    ``addresses``: the scheduler's, or several, of which one is served at a time (homing.py).
     ``on_epoch`` is called for each Welcome, before any plan of that epoch is handed out; ``load`` for the numbers that
     go to the core about once a second. ``wake`` is a file descriptor that ends a wait when it becomes readable.
     """
 
     def __init__(
         self,
-        address: str,
+        addresses: str | Sequence[str],
         hello: Hello,
         assets: AssetStore,
         on_epoch: Callable[[Epoch], None],
@@ -66,7 +70,6 @@ class Link:
         wake: int | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
-        self.address = address
         self.hello = hello
         self.assets = assets
         self.on_epoch = on_epoch
@@ -78,6 +81,8 @@ class Link:
         self.counts: Counter[str] = Counter()  # sessions, malformed, ignored_plans, unsent ...
         self._context = context or zmq.Context()
         self._own_context = context is None
+        self._homing = Homing([addresses] if isinstance(addresses, str) else addresses, self._ask)
+        self._address = ""  # of the newest session
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToExecutor, strict=True)
         self._session: Session | None = None
@@ -165,7 +170,7 @@ class Link:
 
     def _serve(self, message: ToExecutor) -> None:
         match message:
-            case Ping():
+            case Ping() | Need():
                 pass
             case Welcome():
                 self._welcome(message)
@@ -189,7 +194,9 @@ class Link:
         self.epoch = message.epoch
         self._backoff = FIRST_BACKOFF
         self._next_load = 0.0
-        log.info("welcomed", extra={"epoch": f"{message.epoch.incarnation:x}.{message.epoch.counter}"})
+        self._homing.welcomed(self._address)
+        epoch = f"{message.epoch.incarnation:x}.{message.epoch.counter}"
+        log.info("welcomed", extra={"epoch": epoch, "scheduler": self._address})
         self.on_epoch(message.epoch)
         if self._draining:
             self.send(Draining())
@@ -233,17 +240,24 @@ class Link:
         self.counts["sessions"] += 1
         self._heard = now
         try:
-            self._session = Session(self._context, self.address, self.keys)
+            self._address = self._homing.next_address()
+            self._heard = time.monotonic()  # choosing may take a while
+            self._session = Session(self._context, self._address, self.keys)
         except zmq.ZMQError as error:
             self._end_session(f"cannot connect: {error}")
             return
         self.send(self.hello)
+
+    def _ask(self, addresses: list[str]) -> dict[str, Need]:
+        return survey(self._context, addresses, AskNeed(self.hello.model.name), self.keys, self.wake)
 
     def _end_session(self, why: str, at_least: float = 0.0) -> None:
         if self._session is not None:
             self._session.close()
             self._session = None
         was_welcome, self.epoch = self.epoch is not None, None
+        if was_welcome:
+            self._homing.lost()
         delay = max(at_least, self._backoff * (1.0 - 0.5 * random.random()))
         self._next_connect = time.monotonic() + delay
         level = logging.WARNING if was_welcome or self._backoff == FIRST_BACKOFF else logging.DEBUG

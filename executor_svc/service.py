@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -36,7 +37,7 @@ class ExecutorService:
         model: Model,
         assets: dict[str, bytes],
         limits: Limits,
-        scheduler: str,
+        scheduler: str | Sequence[str],
         executor_name: str,
         *,
         name: str | None = None,

@@ -174,7 +174,14 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag="k"):
     """Sent when nothing else was for a while: a ROUTER_MANDATORY send finds a vanished peer."""
 
 
-ToExecutor = Welcome | Refused | Rehello | StepPlan | Prepare | Forget | FetchAsset | Drain | Ping
+class Need(msgspec.Struct, array_like=True, frozen=True, tag="n"):
+    """Answers AskNeed: how well this scheduler is served with that model now."""
+
+    executors: Count  # of the model, here now
+    requests: Count  # live ones of the model
+
+
+ToExecutor = Welcome | Refused | Rehello | StepPlan | Prepare | Forget | FetchAsset | Drain | Ping | Need
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -289,4 +296,10 @@ class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag="G"):
     reason: Text
 
 
-ToCore = Hello | StepResult | EpochLost | Prepared | Failed | AssetChunk | Load | Draining | Goodbye
+class AskNeed(msgspec.Struct, array_like=True, frozen=True, tag="N"):
+    """Before any Hello, from an executor that may choose between schedulers. One of an earlier version says nothing."""
+
+    model: Name
+
+
+ToCore = Hello | StepResult | EpochLost | Prepared | Failed | AssetChunk | Load | Draining | Goodbye | AskNeed

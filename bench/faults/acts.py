@@ -140,7 +140,7 @@ class Acts:
 
     def start_executor(self, name: str) -> None:
         link = f"tcp://127.0.0.1:{self._relays[name].port}"
-        self.pids.add(self._cluster.start_executor(name, self._model, "--scheduler", link, *self._flags).pid)
+        self.pids.add(self._cluster.start_executor(name, self._model, *self._flags, links=[link]).pid)
 
     def _executor(self, fault: Fault, name: str, what: str) -> None:
         process = self._cluster.executors[name]

@@ -36,6 +36,11 @@ class Sessions:
         if isinstance(message, step.Hello):
             self._hello(session, message, now)
             return
+        if isinstance(message, step.AskNeed):
+            entry = core.fleet.models.get(message.model)
+            need = step.Need(len(entry.executors), entry.live_streams) if entry is not None else step.Need(0, 0)
+            core.outbox.to_executor(session, need)
+            return
         executor = core.fleet.sessions.get(session)
         if executor is None:
             if not isinstance(message, step.Goodbye):

@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,12 @@ class Cluster:
             self.scheduler.stop()
         self.start_scheduler(*flags, api_workers=api_workers)
 
-    def start_executor(self, name: str, model: Path, *flags: str) -> Process:
-        """Starts an executor; does not wait for it. A name used before: the former process must have ended."""
+    def start_executor(self, name: str, model: Path, *flags: str, links: Sequence[str] = ()) -> Process:
+        """Starts an executor; does not wait for it. A name used before: the former process must have ended. ``links``:
+        the schedulers' addresses, where not this cluster's."""
         assert name not in self.executors or not self.executors[name].alive
-        args = ["-m", "executor_svc", "--model", str(model), "--scheduler", self.link, "--executor-name", name]
+        args = ["-m", "executor_svc", "--model", str(model), "--executor-name", name]
+        args += [part for link in links or [self.link] for part in ("--scheduler", link)]
         args += [*EXECUTOR_FLAGS, *flags]
         self.executors[name] = Process(name, args, self.folder / f"executor-{name}.log", EXECUTOR_ENV)
         return self.executors[name]

@@ -63,6 +63,7 @@ def run(config: ExecutorConfig) -> None:
         device_text=f"{config.device} {platform.machine()}, weights {config.weights}",
         overlap=config.overlap,
         keys=config.keys,
+        rehome_after=config.rehome_after,
     )
     service.install_signal_handlers()
     tokens = blocks * config.block_size

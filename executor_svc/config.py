@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from executor_svc import logs
+from executor_svc.homing import REHOME_AFTER
 from executor_svc.kv_memory import parse_size
 from protos.link_keys import LinkKeys
 
@@ -32,6 +33,7 @@ class ExecutorConfig:
     max_batch_tokens: int
     overlap: bool
     keys: LinkKeys | None
+    rehome_after: float  # seconds
     log_format: str
     log_level: str
 
@@ -55,6 +57,12 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         metavar="tcp://HOST:PORT",
         help="the scheduler's executor port; may be given several times, or name a host of several addresses: one is "
         "served at a time, that which needs this executor most",
+    )
+    add(
+        "--rehome-after",
+        type=_seconds,
+        default=REHOME_AFTER,
+        help="with several schedulers: how long the one served last is waited for (%(default)s s)",
     )
     add("--name", metavar="MODELNAME", help="the name clients ask for (default: the file's or folder's)")
     add("--executor-name", default=socket.gethostname(), help="stable name of this executor (default: the host's)")
@@ -117,6 +125,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         max_batch_tokens=args.max_batch_tokens,
         overlap=args.overlap if args.overlap is not None else args.device != "cpu",
         keys=keys,
+        rehome_after=args.rehome_after,
         log_format=args.log_format,
         log_level=args.log_level,
     )
@@ -136,6 +145,13 @@ class _bounded:
         if not self.low <= value <= self.high:
             raise argparse.ArgumentTypeError(f"{value} is outside {self.low}..{self.high}")
         return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be a number of seconds")
+    return value
 
 
 def _size(text: str) -> int:

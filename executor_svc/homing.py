@@ -3,7 +3,7 @@
 ::
 
     no home yet      ask all; the one with the fewest executors of this model, then the most work, is tried first
-    home lost        only it is tried, for REHOME_AFTER seconds: a core that is started again needs a few
+    home lost        only it is tried, for --rehome-after seconds: a core that is started again needs a few
     still no home    ask all again
 
 One name that stands for several addresses counts as several. With one address nobody is asked anything.
@@ -36,11 +36,18 @@ Ask = Callable[[list[str]], dict[str, Need]]
 class Homing:
     """``ask`` returns what those say that answer; see `survey`."""
 
-    def __init__(self, addresses: Sequence[str], ask: Ask, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        ask: Ask,
+        rehome_after: float = REHOME_AFTER,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not addresses:
             raise ValueError("at least one scheduler address is needed")
         self._addresses = list(addresses)
         self._ask = ask
+        self._rehome_after = rehome_after
         self._clock = clock
         self._home = ""  # the newest that welcomed us
         self._lost_at = 0.0
@@ -48,7 +55,7 @@ class Homing:
 
     def next_address(self) -> str:
         """Where to connect now. May take PATIENCE seconds."""
-        if self._home and self._clock() - self._lost_at < REHOME_AFTER:
+        if self._home and self._clock() - self._lost_at < self._rehome_after:
             return self._home
         if self._home:
             log.warning("the scheduler stays away, looking for another", extra={"scheduler": self._home})

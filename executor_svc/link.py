@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from executor_svc.assets import AssetStore
-from executor_svc.homing import Homing, survey
+from executor_svc.homing import REHOME_AFTER, Homing, survey
 from executor_svc.session import Session
 from protos.link_keys import LinkKeys
 from protos.step import (
@@ -69,6 +69,7 @@ class Link:
         keys: LinkKeys | None = None,
         wake: int | None = None,
         context: zmq.Context[zmq.Socket[bytes]] | None = None,
+        rehome_after: float = REHOME_AFTER,
     ) -> None:
         self.hello = hello
         self.assets = assets
@@ -81,7 +82,7 @@ class Link:
         self.counts: Counter[str] = Counter()  # sessions, malformed, ignored_plans, unsent ...
         self._context = context or zmq.Context()
         self._own_context = context is None
-        self._homing = Homing([addresses] if isinstance(addresses, str) else addresses, self._ask)
+        self._homing = Homing([addresses] if isinstance(addresses, str) else addresses, self._ask, rehome_after)
         self._address = ""  # of the newest session
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToExecutor, strict=True)

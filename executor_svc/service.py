@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from executor_svc.assets import AssetStore
+from executor_svc.homing import REHOME_AFTER
 from executor_svc.link import Link
 from executor_svc.model_runner import ModelRunner
 from executor_svc.models.base import Model
@@ -45,6 +46,7 @@ class ExecutorService:
         device_text: str = "",
         overlap: bool = False,
         keys: LinkKeys | None = None,
+        rehome_after: float = REHOME_AFTER,
     ) -> None:
         facts = model.facts
         self.slots = Slots(
@@ -79,7 +81,14 @@ class ExecutorService:
         self._wake_read.setblocking(False)
         self._wake_write.setblocking(False)
         self.link = Link(
-            scheduler, hello, store, self._begin_epoch, self._load, keys=keys, wake=self._wake_read.fileno()
+            scheduler,
+            hello,
+            store,
+            self._begin_epoch,
+            self._load,
+            keys=keys,
+            wake=self._wake_read.fileno(),
+            rehome_after=rehome_after,
         )
         self.worker = Worker(self.slots, ModelRunner(model, limits.max_slots, device), self.link.send, overlap)
         self._stops = 0  # how often it was told to go

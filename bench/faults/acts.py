@@ -80,7 +80,7 @@ class Acts:
         model: Path,
         relays: dict[str, Relay],
         flags: list[str],
-        in_loop: Callable[[Callable[[], None]], None],
+        in_loop: Callable[[Callable[[], None]], object],
         restart: Callable[[], None],
         seed: int,
     ) -> None:

@@ -39,7 +39,7 @@ class StatusClient:
             socket.send(self._encode(front.GetStatus(ticket=self._ticket, **query)))
             again = time.monotonic() + 2.0
             while (now := time.monotonic()) < min(again, deadline):
-                if not socket.poll((min(again, deadline) - now) * 1000):
+                if not socket.poll(int((min(again, deadline) - now) * 1000) + 1):
                     break
                 message = self._decode(socket.recv_multipart()[-1])
                 if isinstance(message, front.Status) and message.ticket == self._ticket:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from scheduler_svc import logs
-from scheduler_svc.child import Backoff, Child
+from scheduler_svc.child import Backoff, Child, Watch
 from scheduler_svc.supervisor import Patience, Supervisor
 
 POLITE = """
@@ -25,25 +25,39 @@ signal.sigwait([signal.SIGTERM])
 note("stopped")
 """
 
+PULSED = POLITE.replace(
+    "note(os.getpid())",
+    """
+import threading, time
+def beat():
+    while True:
+        os.write(int(sys.argv[sys.argv.index("--pulse-fd") + 1]), b".")
+        time.sleep(0.05)
+threading.Thread(target=beat, daemon=True).start()
+note(os.getpid())
+""",
+)
+
 STUBBORN = POLITE.replace('note("stopped")', "signal.pause()")
 
 
 def main() -> int:
     folder = Path(sys.argv[1])
     workers = int(sys.argv[2])
-    sources = {"polite": POLITE, "stubborn": STUBBORN}
+    sources = {"polite": POLITE, "stubborn": STUBBORN, "pulsed": PULSED}
+    watch = Watch(startup=30.0, silence=0.5) if sys.argv[3] == "pulsed" else None
     worker_source = sources.get(sys.argv[3], sys.argv[3])
     core_source = sources.get(sys.argv[4], sys.argv[4])
     front = f"ipc://{folder}/front"
     logs.configure("supervisor")
 
-    def child(name: str, source: str) -> Child:
+    def child(name: str, source: str, watch: Watch | None = None) -> Child:
         command = [sys.executable, "-c", source, str(folder / "events"), name, front]
-        return Child(name, command, Backoff(first=0.05, most=0.2))
+        return Child(name, command, Backoff(first=0.05, most=0.2), watch)
 
     supervisor = Supervisor(
         child("core", core_source),
-        [child(f"w{i}", worker_source) for i in range(workers)],
+        [child(f"w{i}", worker_source, watch) for i in range(workers)],
         front if "zmq" in core_source else "",
         Patience(drain=30.0, core_stop=30.0, hurry=0.2, core_startup=30.0, core_silence=0.5),
     )

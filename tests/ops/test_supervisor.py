@@ -222,3 +222,18 @@ def test_backoff_forgets_after_a_stable_run() -> None:
     assert backoff.after(9.9) == 10.0
     assert backoff.after(10.0) == 0.0
     assert backoff.after(0.0) == 0.1
+
+
+def test_a_worker_without_a_pulse_is_killed_and_started_again(start: Start) -> None:
+    """Stopped, it is alive as far as the kernel is concerned."""
+    supervised = start(workers=2, worker="pulsed")
+    supervised.all_up(3)
+    frozen, other = supervised.pids["w0"], supervised.pids["w1"]
+    descriptor = os.pidfd_open(frozen)
+    os.kill(frozen, signal.SIGSTOP)
+    wait_until_dead(descriptor)
+    name, pid = supervised.event()
+    assert name == "w0"
+    assert int(pid) != frozen
+    assert supervised.pids["w1"] == other
+    supervised.wait_for_log(lambda log: any('event="child is frozen, killing it" child=w0' in line for line in log))

@@ -44,7 +44,7 @@ class ElementwiseKernels:
         tokens, width = out.shape
         self._check_width("intermediate size", width)
         if tokens:
-            self._silu((-(-width // (256 * self._vector)), tokens), (256,), (out, gate_up, np.int32(width)))
+            self._silu((tokens, -(-width // (256 * self._vector))), (256,), (out, gate_up, np.int32(width)))
 
     def rotate_and_cache(
         self,

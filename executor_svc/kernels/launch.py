@@ -17,6 +17,7 @@ from executor_svc.kernels.signature import Argument, LaunchError, check_argument
 from executor_svc.kernels.table import Kernel, find_kernel
 
 Dim = tuple[int, ...]
+_MAX_GRID_YZ = 65535  # blocks; the first dimension has 31 bits
 _DEFAULT_SMEM = 48 << 10  # bytes of dynamic shared memory a kernel gets without asking
 
 
@@ -38,7 +39,8 @@ def check_launch(kernel: Kernel, grid: Dim, block: Dim, args: Sequence[Argument]
     threads = 1
     for size in block:
         threads *= size
-    if not 1 <= len(grid) <= 3 or not 1 <= len(block) <= 3 or min((*grid, *block)) < 1:
+    dimensions = 1 <= len(grid) <= 3 and 1 <= len(block) <= 3
+    if not dimensions or min((*grid, *block)) < 1 or max((0, *grid[1:])) > _MAX_GRID_YZ:
         raise LaunchError(f"{kernel.name}: grid {grid}, block {block}")
     if threads != kernel.threads:
         raise LaunchError(f"{kernel.name}: {threads} threads a block, declared {kernel.threads}")
@@ -74,6 +76,11 @@ class CupyLauncher:
             module.load(image.data)
             function = module.get_function(symbol)
             if kernel.max_smem > _DEFAULT_SMEM:
+                limit = self._cupy.cuda.Device(self._index).attributes["MaxSharedMemoryPerBlockOptin"]
+                if kernel.max_smem > limit:
+                    raise LaunchError(
+                        f"{kernel.name}: {kernel.max_smem} bytes of shared memory, the device has {limit}"
+                    )
                 attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._driver.funcSetAttribute(function.ptr, attribute, kernel.max_smem)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from executor_svc.kernels import nvrtc
+from tests.kernels.backends import use_device
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -18,5 +20,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=str(error)))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--kernels", choices=("ptx", "gpu"), default="ptx", help="where the kernel tests run")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "nvrtc: compiles kernels")
+    wanted = config.getoption("--kernels", "ptx") == "gpu"
+    if wanted and not torch.cuda.is_available():
+        raise pytest.UsageError("--kernels gpu: no CUDA device")
+    use_device(wanted)

@@ -11,8 +11,8 @@ import torch
 
 from executor_svc.kernels.attention import AttentionShape
 from executor_svc.kernels.table import HEAD_DIMS
+from tests.kernels.backends import make_launcher
 from tests.kernels.batches import TOLERANCE, attend, make_batch, max_error
-from tests.kernels.ptx.launcher import PtxLauncher
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -78,7 +78,7 @@ def run_case(case: dict, seed: int, check_races: bool = True) -> float:
     )  # fmt: skip
     past, lens = LENGTHS[case["lengths"]]
     batch = make_batch(shape, past, lens, seed)
-    return max_error(batch, attend(PtxLauncher(check_races), batch))
+    return max_error(batch, attend(make_launcher(check_races), batch))
 
 
 @pytest.mark.nvrtc
@@ -108,7 +108,7 @@ def test_blocks_beyond_31_bits(dtype: torch.dtype, lens: list[int]) -> None:
     """Block ids whose element offsets need 33 bits. The cache's untouched pages cost no memory."""
     shape = AttentionShape(dtype, 2, 1, 128, 16, 128**-0.5)
     batch = make_batch(shape, [40, 3], lens, first_block=(1 << 32) // (128 * 16))
-    assert max_error(batch, attend(PtxLauncher(), batch)) < TOLERANCE[dtype]
+    assert max_error(batch, attend(make_launcher(), batch)) < TOLERANCE[dtype]
 
 
 @pytest.mark.nvrtc
@@ -117,7 +117,7 @@ def test_empty_rows_are_zero(dtype: torch.dtype) -> None:
     """A padded row of a graph has a query and no KV position: its output is zeros, and nothing is read."""
     shape = AttentionShape(dtype, 4, 2, 64, 16, 0.125)
     batch = make_batch(shape, [20, -1, 5], [1, 1, 1])
-    out = attend(PtxLauncher(), batch)
+    out = attend(make_launcher(), batch)
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     batch.past[1], batch.keys[1] = 0, torch.zeros(1, 2, 64, dtype=dtype)
     batch.values[1] = torch.zeros(1, 2, 64, dtype=dtype)
@@ -129,7 +129,7 @@ def test_large_scores() -> None:
     """The softmax does not overflow, and one key takes all the weight."""
     shape = AttentionShape(BF16, 4, 1, 64, 16, 50.0)
     batch = make_batch(shape, [200, 10], [1, 40])
-    assert max_error(batch, attend(PtxLauncher(), batch)) < 4 * TOLERANCE[BF16]
+    assert max_error(batch, attend(make_launcher(), batch)) < 4 * TOLERANCE[BF16]
 
 
 def test_shapes_are_refused_by_name() -> None:

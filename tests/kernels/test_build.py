@@ -15,6 +15,7 @@ from executor_svc.kernels.build import arch_of, build
 from executor_svc.kernels.launch import checked_symbol
 from executor_svc.kernels.signature import LaunchError, check_arguments, check_symbol, demangle, parse_parameter
 from executor_svc.kernels.table import all_kernels, find_kernel
+from tests.kernels.backends import MirrorLauncher
 from tests.kernels.ptx.launcher import PtxLauncher
 
 KERNEL = "silu_mul<bf16>"
@@ -153,6 +154,15 @@ def test_launch_shape_is_checked() -> None:
         ((0,), (128,), 0, "grid"),
         ((1,), (128,), 16, "16 bytes of shared memory"),
         ((1, 1, 1, 1), (128,), 0, "grid"),
+        ((1, 65536), (128,), 0, "grid"),
     ):
         with pytest.raises(LaunchError, match=message):
             launch(grid, block, good, smem)
+
+
+@pytest.mark.nvrtc
+def test_mirrored_launches() -> None:
+    """The launcher of the device tests, over the interpreter: host tensors get what the kernel wrote to its copies."""
+    ids, last, slots = torch.tensor([-1, 4]), torch.tensor([7]), torch.zeros(2, dtype=torch.int32)
+    MirrorLauncher(PtxLauncher()).kernel("gather_ids")((1,), (128,), (ids, last, slots, np.int32(2)))
+    assert ids.tolist() == [7, 4]

@@ -13,7 +13,7 @@ from executor_svc.models.base import ModelFacts
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder
 from executor_svc.models.rope import rope_table
-from tests.kernels.ptx.launcher import PtxLauncher
+from tests.kernels.backends import make_launcher
 
 pytestmark = pytest.mark.nvrtc
 
@@ -91,7 +91,7 @@ def test_logits_equal_the_cpu() -> None:
     """Prefill in chunks, mixed steps, decode; float32, caches full of NaN at the start."""
     expected, model = _model(), _model()
     rope = rope_table(CONFIG.rope, CONFIG.head_dim, CONFIG.context_length)
-    model.ops = KernelOps(PtxLauncher(), CONFIG, rope, torch.float32)
+    model.ops = KernelOps(make_launcher(), CONFIG, rope, torch.float32)
     for each in (expected, model):
         each.allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
         for tensor in each.ops.kv_tensors():
@@ -107,7 +107,7 @@ def test_logits_equal_the_cpu() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     rope = rope_table(CONFIG.rope, CONFIG.head_dim, 32)
-    ops = KernelOps(PtxLauncher(), CONFIG, rope, torch.float32)
+    ops = KernelOps(make_launcher(), CONFIG, rope, torch.float32)
     with pytest.raises(ValueError, match="block size 8"):
         ops.allocate_kv_cache(4, 8)
     ops.allocate_kv_cache(4, BLOCK_SIZE)

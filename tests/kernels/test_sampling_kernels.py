@@ -19,7 +19,7 @@ from executor_svc.kernels.sampling import (
     draw_rules,
 )
 from tests.kernels import references
-from tests.kernels.ptx.launcher import PtxLauncher
+from tests.kernels.backends import make_launcher
 
 pytestmark = pytest.mark.nvrtc
 
@@ -46,7 +46,7 @@ def _empty(logits: torch.Tensor) -> Adjusted:
 
 
 def _draw(logits: torch.Tensor, rules: DrawRules) -> list[int]:
-    kernels, adjusted = SamplingKernels(PtxLauncher()), _empty(logits)
+    kernels, adjusted = SamplingKernels(make_launcher()), _empty(logits)
     kernels.adjust(adjusted, logits, _no_rules(len(logits)))
     tokens, last = torch.full((len(logits),), -9), torch.full((len(logits) + 1,), -9)
     slots = torch.arange(len(logits), dtype=torch.int32) + 1
@@ -68,7 +68,7 @@ def test_rules_in_order() -> None:
         mask, _ints(-1, 0, 1),
     )  # fmt: skip
     adjusted = _empty(logits)
-    SamplingKernels(PtxLauncher()).adjust(adjusted, logits, rules)
+    SamplingKernels(make_launcher()).adjust(adjusted, logits, rules)
     first = logits[0].double().clone()
     first[69], first[1] = -torch.inf, first[1] + 2.5
     for token, count in ((0, 0), (1, 2), (68, 1)):
@@ -94,7 +94,7 @@ def test_status_and_ties() -> None:
     logits[4, :500] = -torch.inf
     logits[5, 3] = -torch.nan
     adjusted = _empty(logits)
-    SamplingKernels(PtxLauncher()).adjust(adjusted, logits, _no_rules(6))
+    SamplingKernels(make_launcher()).adjust(adjusted, logits, _no_rules(6))
     bad = STATUS_NON_FINITE
     assert adjusted.status.tolist() == [STATUS_OK, bad, bad, STATUS_NO_CANDIDATE, STATUS_OK, bad]
     assert adjusted.argmax.tolist() == [5, 0, 0, 0, int(logits[4].argmax()), 0]
@@ -151,7 +151,7 @@ def test_logprobs() -> None:
     tokens, num_top = torch.tensor([4, 20, 7, 0]), _ints(6, 3, 0, -1)
     chosen, ranks = torch.full((4,), torch.nan), torch.full((4,), -9, dtype=torch.int32)
     top_ids, top = torch.full((4, limit), -9), torch.full((4, limit), torch.nan)
-    SamplingKernels(PtxLauncher()).logprobs(chosen, ranks, top_ids, top, logits, tokens, num_top)
+    SamplingKernels(make_launcher()).logprobs(chosen, ranks, top_ids, top, logits, tokens, num_top)
     expected = logits.double().log_softmax(dim=1)
     order = [sorted(range(vocab), key=lambda i: (-float(logits[r, i]), i)) for r in range(4)]
     for row in range(3):

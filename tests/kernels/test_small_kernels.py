@@ -7,7 +7,7 @@ import torch
 
 from executor_svc.kernels.elementwise import ElementwiseKernels
 from tests.kernels import references
-from tests.kernels.ptx.launcher import PtxLauncher
+from tests.kernels.backends import make_launcher
 
 pytestmark = pytest.mark.nvrtc
 
@@ -30,7 +30,7 @@ def test_norm(dtype: torch.dtype, tokens: int, hidden: int, offset: float) -> No
     generator = torch.Generator().manual_seed(hidden)
     residual, delta = (_randn(generator, dtype, tokens, hidden) for _ in range(2))
     weight = _randn(generator, dtype, hidden)
-    kernels = ElementwiseKernels(PtxLauncher(), dtype)
+    kernels = ElementwiseKernels(make_launcher(), dtype)
     before, out = residual.clone(), torch.full_like(residual, torch.nan)
     kernels.add_rms_norm(out, residual, None, weight, 1e-5, offset)
     assert torch.equal(residual, before)
@@ -46,7 +46,7 @@ def test_silu_mul(dtype: torch.dtype) -> None:
     gate_up = _randn(generator, dtype, 3, 2 * 2072) * 4
     gate_up[0, 0], gate_up[1, 0] = 200.0, -200.0  # exp overflows
     out = torch.full((3, 2072), torch.nan, dtype=dtype)
-    ElementwiseKernels(PtxLauncher(), dtype).silu_mul(out, gate_up)
+    ElementwiseKernels(make_launcher(), dtype).silu_mul(out, gate_up)
     gate, up = gate_up.double().chunk(2, dim=1)
     _close(out, gate * torch.sigmoid(gate) * up)
 
@@ -72,7 +72,7 @@ def test_rope_and_cache(dtype: torch.dtype, head_dim: int, rotary: int, block_si
     slots = torch.tensor([block_size, 0, 4 * block_size - 1, -1, block_size - 1])
     norms = [_randn(generator, dtype, head_dim) for _ in "qk"] if normed else [None, None]
     before = qkv.clone()
-    ElementwiseKernels(PtxLauncher(), dtype).rotate_and_cache(
+    ElementwiseKernels(make_launcher(), dtype).rotate_and_cache(
         qkv, caches[0], caches[1], rope, positions, slots, q_norm=norms[0], k_norm=norms[1], eps=1e-6, weight_offset=0.5
     )
     heads = before.view(tokens, -1, head_dim)
@@ -102,7 +102,7 @@ def test_cache_write_beyond_31_bits() -> None:
     caches = [torch.empty(shape, dtype=torch.bfloat16) for _ in "kv"]
     qkv = _randn(torch.Generator().manual_seed(2), torch.bfloat16, 1, 3 * head_dim)
     rope = torch.cat([torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)], dim=1)
-    ElementwiseKernels(PtxLauncher(), torch.bfloat16).rotate_and_cache(
+    ElementwiseKernels(make_launcher(), torch.bfloat16).rotate_and_cache(
         qkv, caches[0], caches[1], rope, torch.tensor([0]), torch.tensor([block * block_size + 5])
     )
     assert torch.equal(caches[0][block, 0, 5], qkv[0, head_dim : 2 * head_dim])
@@ -111,13 +111,13 @@ def test_cache_write_beyond_31_bits() -> None:
 
 def test_gather_ids() -> None:
     ids = torch.tensor([5, -1, 7, -1, -1])
-    kernels = ElementwiseKernels(PtxLauncher(), torch.float32)
+    kernels = ElementwiseKernels(make_launcher(), torch.float32)
     kernels.gather_ids(ids, torch.tensor([100, 101, 102]), torch.tensor([0, 2, 9, 0, 1], dtype=torch.int32))
     assert ids.tolist() == [5, 102, 7, 100, 101]
 
 
 def test_refused_by_name() -> None:
-    kernels = ElementwiseKernels(PtxLauncher(), torch.bfloat16)
+    kernels = ElementwiseKernels(make_launcher(), torch.bfloat16)
     x = torch.zeros(1, 12, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="hidden size 12 is not a multiple of 8"):
         kernels.add_rms_norm(x, x.clone(), None, x[0], 1e-5)

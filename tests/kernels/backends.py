@@ -1,0 +1,46 @@
+"""Where the kernel tests run: in the interpreter, or with ``--kernels gpu`` on a device, the tests unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from executor_svc.kernels.launch import CupyLauncher, Dim, Launch, Launcher
+from executor_svc.kernels.signature import Argument
+from executor_svc.kernels.table import find_kernel
+from tests.kernels.ptx.launcher import PtxLauncher
+
+_on_device = False
+
+
+def use_device(wanted: bool) -> None:
+    global _on_device
+    _on_device = wanted
+
+
+def make_launcher(check_races: bool = True) -> Launcher:
+    """For tests that hold their tensors on the host."""
+    return MirrorLauncher(CupyLauncher()) if _on_device else PtxLauncher(check_races)
+
+
+class MirrorLauncher:
+    """Launches on ``inner``'s device with copies of the host tensors, and copies back what the kernel may write."""
+
+    device = "cpu"
+
+    def __init__(self, inner: Launcher) -> None:
+        self._inner = inner
+        self.num_multiprocessors = inner.num_multiprocessors
+
+    def kernel(self, name: str) -> Launch:
+        run, declared = self._inner.kernel(name), find_kernel(name)
+
+        def launch(grid: Dim, block: Dim, args: Sequence[Argument], smem: int = 0) -> None:
+            copies = [a.to(self._inner.device, copy=True) if isinstance(a, torch.Tensor) else a for a in args]
+            run(grid, block, copies, smem)
+            for parameter, mine, theirs in zip(declared.parameters, args, copies, strict=True):
+                if not parameter.const and isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
+                    mine.copy_(theirs)
+
+        return launch

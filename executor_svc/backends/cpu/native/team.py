@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from executor_svc.backends.cpu.native.layout import COUNTER_BYTES, YIELD_OFFSET
 
-_SCHED_YIELD = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value
+_SCHED_YIELD = int(ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0)
 
 
 class Context:

@@ -9,8 +9,9 @@ Every block is in exactly one of three states, and after every event ``free + ca
       +----------------- cached (refs == 0, in LRU order)
                            share (a prefix hit)
 
-Ids never yet used are handed out by a counter and freed ids live on a numpy stack, so a pool costs memory only for
-what it used (an executor states its size; the core does not believe it with its memory).
+Ids never yet used are handed out by a counter, and what is kept of a block is kept from then on, so a pool costs memory
+only for what it used (an executor states its size; the core does not believe it with its memory). Plain lists, not
+numpy: most calls are for one sequence's handful of blocks, where a vector operation costs more than the loop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from protos.wire import Int32
 
@@ -26,18 +28,16 @@ from protos.wire import Int32
 class BlockPool:
     def __init__(self, total: int) -> None:
         self.total = total
-        self.refs = np.zeros(total, dtype=np.int32)
-        self.findable = np.zeros(total, dtype=bool)  # in the prefix cache
         self.owned = 0
         self.lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
-        self.on_evict: Callable[[int], None] = _nothing_to_forget
-        self._stack = np.empty(total, dtype=np.int32)
-        self._stacked = 0
-        self._fresh = 0  # ids below were handed out at least once
+        self.on_evict: Callable[[list[int]], None] = _nothing_to_forget
+        self._refs: list[int] = []  # of the blocks handed out at least once
+        self._findable = bytearray()  # those of them in the prefix cache
+        self._stack: list[int] = []  # free ones of them
 
     @property
     def free(self) -> int:
-        return self._stacked + self.total - self._fresh
+        return len(self._stack) + self.total - len(self._refs)
 
     @property
     def cached(self) -> int:
@@ -48,75 +48,97 @@ class BlockPool:
         """Blocks that `allocate` can give: free and evictable ones."""
         return self.free + len(self.lru)
 
-    def allocate(self, count: int) -> Int32:
-        """[count] block ids, each with one reference. Raises RuntimeError when `available` is less: a caller's bug."""
+    def allocate(self, count: int) -> list[int]:
+        """``count`` block ids, each with one reference. Raises RuntimeError when `available` is less (a bug)."""
         if count > self.available:
             raise RuntimeError(f"{count} blocks asked for, {self.available} available")
-        blocks = np.empty(count, dtype=np.int32)
-        taken = min(count, self._stacked)
-        if taken:
-            blocks[:taken] = self._stack[self._stacked - taken : self._stacked]
-            self._stacked -= taken
-        fresh = min(count - taken, self.total - self._fresh)
+        refs, stack = self._refs, self._stack
+        left = max(0, len(stack) - count)
+        blocks = stack[left:]
+        del stack[left:]
+        for block in blocks:
+            refs[block] = 1
+        fresh = min(count - len(blocks), self.total - len(refs))
         if fresh:
-            blocks[taken : taken + fresh] = np.arange(self._fresh, self._fresh + fresh, dtype=np.int32)
-            self._fresh += fresh
-            taken += fresh
-        while taken < count:
-            block, _ = self.lru.popitem(last=False)
-            self.findable[block] = False
-            self.on_evict(block)
-            blocks[taken] = block
-            taken += 1
-        self.refs[blocks] = 1
+            blocks += range(len(refs), len(refs) + fresh)
+            refs += [1] * fresh
+            self._findable += bytes(fresh)
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
         self.owned += count
         return blocks
 
     def share(self, blocks: list[int]) -> None:
         """One more reference on each block of a prefix hit."""
+        refs, lru = self._refs, self.lru
         for block in blocks:
-            if self.refs[block] == 0:
-                del self.lru[block]
+            if refs[block] == 0:
+                del lru[block]
                 self.owned += 1
-            self.refs[block] += 1
+            refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
         """Drop one reference on each block of a sequence, given in sequence order (tails are evicted first)."""
-        if not blocks:
-            return
-        ids = np.array(blocks, dtype=np.int32)
-        left = self.refs[ids] - 1
-        if left.min() < 0:
+        refs, findable, lru, stack = self._refs, self._findable, self.lru, self._stack
+        if any(refs[block] < 1 for block in blocks):
             raise RuntimeError("a block was released twice")
-        self.refs[ids] = left
-        dropped = ids[left == 0]
-        self.owned -= len(dropped)
-        findable = self.findable[dropped]
-        if findable.any():
-            for block in dropped[findable][::-1].tolist():
-                self.lru[block] = None
-            dropped = dropped[~findable]
-        self._push(dropped)
+        for block in reversed(blocks):
+            left = refs[block] - 1
+            refs[block] = left
+            if left == 0:
+                self.owned -= 1
+                if findable[block]:
+                    lru[block] = None
+                else:
+                    stack.append(block)
+
+    def remember(self, block: int) -> None:
+        """The prefix cache finds this block from now on."""
+        self._findable[block] = True
 
     def forget(self, block: int) -> None:
         """The prefix cache no longer finds this block."""
-        self.findable[block] = False
-        if self.refs[block] == 0:
+        self._findable[block] = False
+        if self._refs[block] == 0:
             del self.lru[block]
-            self._push(np.array([block], dtype=np.int32))
+            self._stack.append(block)
+
+    def idle(self, blocks: list[int]) -> int:
+        """How many of these nobody holds."""
+        refs = self._refs
+        return [refs[block] for block in blocks].count(0)
 
     def yields(self, blocks: list[int]) -> int:
         """How many blocks would truly come free if a sequence gave up these."""
-        return int(np.count_nonzero(self.refs[np.array(blocks, dtype=np.int32)] == 1)) if blocks else 0
+        refs = self._refs
+        return [refs[block] for block in blocks].count(1)
+
+    # -- for checks --------------------------------------------------------------------------------------------------
+
+    @property
+    def refs(self) -> Int32:
+        """[total] references on each block."""
+        return np.array(self._refs + [0] * (self.total - len(self._refs)), dtype=np.int32)
+
+    @property
+    def findable(self) -> npt.NDArray[np.bool_]:
+        """[total] which blocks the prefix cache finds."""
+        return np.frombuffer(bytes(self._findable) + bytes(self.total - len(self._findable)), dtype=bool)
 
     def free_ids(self) -> Int32:
-        """Every free id, for the invariant checks."""
-        return np.concatenate([self._stack[: self._stacked], np.arange(self._fresh, self.total, dtype=np.int32)])
+        """Every free id."""
+        return np.array([*self._stack, *range(len(self._refs), self.total)], dtype=np.int32)
 
-    def _push(self, blocks: Int32) -> None:
-        self._stack[self._stacked : self._stacked + len(blocks)] = blocks
-        self._stacked += len(blocks)
+    def _evict(self, count: int) -> list[int]:
+        """The least recently used blocks, taken out of the prefix cache, each with one reference."""
+        pop, refs, findable = self.lru.popitem, self._refs, self._findable
+        blocks = [pop(False)[0] for _ in range(count)]
+        for block in blocks:
+            findable[block] = False
+            refs[block] = 1
+        self.on_evict(blocks)
+        return blocks
 
 
-def _nothing_to_forget(block: int) -> None:
+def _nothing_to_forget(blocks: list[int]) -> None:
     """A pool without a prefix cache."""

@@ -110,9 +110,9 @@ class Planner:
             table.num_blocks[lacking] += 1
             table.last_block[lacking] = blocks
             table.capacity[lacking] += executor.block_size
-            for slot, block in zip(lacking.tolist(), blocks.tolist(), strict=True):
+            for slot, block in zip(lacking.tolist(), blocks, strict=True):
                 table.blocks[slot].append(block)
-            draft.appended_slots, draft.appended_blocks = lacking, blocks
+            draft.appended_slots, draft.appended_blocks = lacking, np.array(blocks, dtype=np.int32)
         table.planned_length[rows] = planned + 1
 
     def _with_blocks(self, executor: ExecutorState, rows: Rows, now: float) -> tuple[Rows, Int32, Rows]:
@@ -213,8 +213,6 @@ class Planner:
                 continue
             if not self._make_room(executor, sequence, hits, draft, now):
                 return
-            # Making room may have cut the prefix.
-            hits = self._residency.lookup(executor, sequence)
             slot = self._residency.admit(executor, sequence, hits)
             executor.model.admissions.add(sequence, now)
             draft.admitted[slot] = sequence

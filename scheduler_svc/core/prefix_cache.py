@@ -7,10 +7,10 @@ tenant's salt. A block becomes findable only when the plan that filled it was an
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 
 from scheduler_svc.core.blocks import BlockPool
-from scheduler_svc.prefix_hash import HASH_BYTES
 
 
 class Entry:
@@ -35,42 +35,52 @@ class PrefixCache:
         self.by_block: dict[int, Entry] = {}
         self.hits = 0  # blocks
         self.lookups = 0  # blocks looked for
+        self.dropped = 0  # entries, ever: what was found while this stands still is there
         self._pool = pool
         self._width = 4 * block_size
         self._uids = count(1)
         pool.on_evict = self._evicted
 
-    def lookup(self, hashes: bytes | bytearray, tokens: bytes | bytearray, salt: str, max_blocks: int) -> list[Entry]:
-        """The longest findable prefix, at most ``max_blocks`` entries. ``tokens`` are raw int32 from the start."""
-        found: list[Entry] = []
-        parent = 0
-        width = self._width
-        for i in range(min(max_blocks, len(hashes) // HASH_BYTES)):
-            entry = self.by_hash.get(bytes(hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]))
-            if entry is None or not entry.holds(parent, salt, bytes(tokens[i * width : (i + 1) * width])):
-                break
+    def extend(self, found: list[Entry], hashes: list[bytes], tokens: bytes, salt: str, most: int) -> None:
+        """Let ``found``, a findable prefix, go on as far as it does, up to ``most`` entries. ``tokens``: raw int32 from
+        the start."""
+        get, width = self.by_hash.get, self._width
+        parent = found[-1].uid if found else 0
+        at = len(found) * width
+        for digest in hashes[len(found) : most]:
+            entry = get(digest)
+            if entry is None or not entry.holds(parent, salt, tokens[at : at + width]):
+                return
             found.append(entry)
             parent = entry.uid
-        return found
+            at += width
 
-    def register(self, digest: bytes, parent: Entry | None, salt: str, tokens: bytes, block: int) -> Entry:
-        """``block`` now holds ``tokens`` after ``parent``. Returns the entry of that content: the one there before,
-        if there was one (its block stays the one that is found)."""
+    def register(
+        self, digests: Iterable[bytes], parent: Entry | None, salt: str, tokens: bytes, blocks: list[int]
+    ) -> Entry | None:
+        """``blocks`` now hold ``tokens``, a block's each, one after the other and all after ``parent``. Returns the
+        entry of the last content: where one was there before it stays (and its block the one that is found)."""
+        by_hash, by_block, remember, width = self.by_hash, self.by_block, self._pool.remember, self._width
         parent_uid = parent.uid if parent is not None else 0
-        old = self.by_hash.get(digest)
-        if old is not None:
-            if old.holds(parent_uid, salt, tokens):
-                return old
-            self._drop(old)  # another chain under this hash, or one whose parent is gone: cannot be reached by us
-            self._pool.forget(old.block)
-        here = self.by_block.get(block)
-        if here is not None:
-            raise RuntimeError(f"block {block} is already findable")
-        entry = Entry(next(self._uids), digest, parent_uid, salt, tokens, block)
-        self.by_hash[digest] = entry
-        self.by_block[block] = entry
-        self._pool.findable[block] = True
-        return entry
+        at = 0
+        for digest, block in zip(digests, blocks, strict=True):
+            content = tokens[at : at + width]
+            at += width
+            entry = by_hash.get(digest)
+            if entry is not None and not entry.holds(parent_uid, salt, content):
+                # Another chain under this hash, or one whose parent is gone: cannot be reached by us.
+                self._drop(entry)
+                self._pool.forget(entry.block)
+                entry = None
+            if entry is None:
+                if block in by_block:
+                    raise RuntimeError(f"block {block} is already findable")
+                entry = Entry(next(self._uids), digest, parent_uid, salt, content, block)
+                by_hash[digest] = entry
+                by_block[block] = entry
+                remember(block)
+            parent, parent_uid = entry, entry.uid
+        return parent
 
     def flush(self) -> int:
         """Nothing is found any more. Returns how many blocks could be; those that sequences hold stay theirs."""
@@ -80,10 +90,16 @@ class PrefixCache:
             self._pool.forget(entry.block)
         return len(entries)
 
-    def _evicted(self, block: int) -> None:
-        self._drop(self.by_block[block])
+    def _evicted(self, blocks: list[int]) -> None:
+        by_hash, by_block = self.by_hash, self.by_block
+        for block in blocks:
+            entry = by_block.pop(block)
+            entry.live = False
+            del by_hash[entry.hash]
+        self.dropped += len(blocks)
 
     def _drop(self, entry: Entry) -> None:
         entry.live = False
         del self.by_hash[entry.hash]
         del self.by_block[entry.block]
+        self.dropped += 1

@@ -12,11 +12,17 @@ once: the plan that gives them out again runs after every plan that used them (D
 
 from __future__ import annotations
 
+from itertools import takewhile
+from operator import attrgetter
+
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.prefix_cache import Entry
 from scheduler_svc.core.sequence import Sequence, State
-from scheduler_svc.prefix_hash import HASH_BYTES, extend_hash
+from scheduler_svc.prefix_hash import extend_hash
+
+_NOTHING_FOUND: tuple[list[Entry], int] = ([], -1)
+_is_live = attrgetter("live")
 
 
 class Residency:
@@ -28,27 +34,30 @@ class Residency:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def lookup(self, executor: ExecutorState, sequence: Sequence) -> list[Entry]:
-        """The findable prefix of this sequence there."""
-        most = self._most_hits(executor, sequence)
-        hashed = len(sequence.hashes) // HASH_BYTES
-        if hashed == 0 or most == 0:
+        """The findable prefix of this sequence there. What an earlier look found is not looked up again."""
+        most = min(self._most_hits(executor, sequence), len(sequence.hashes))
+        if most <= 0:
             return []
-        first = executor.cache.by_hash.get(bytes(sequence.hashes[:HASH_BYTES]))
-        if first is None:  # the usual miss: no copy of the tokens
-            return []
-        return executor.cache.lookup(sequence.hashes, sequence.tokens(), sequence.salt, most)
+        cache = executor.cache
+        found, dropped = sequence.found.get(cache, _NOTHING_FOUND)
+        if dropped != cache.dropped:
+            found = list(takewhile(_is_live, found))
+        if len(found) < most and sequence.hashes[len(found)] in cache.by_hash:  # else: no copy of the tokens
+            found = found.copy()
+            cache.extend(found, sequence.hashes, sequence.tokens(), sequence.salt, most)
+        sequence.found[cache] = found, cache.dropped
+        return found[:most]
 
     def being_filled(self, executor: ExecutorState, sequence: Sequence, hits: int) -> Sequence | None:
         """The sequence that computes right now the first block that this one misses."""
-        if hits >= self._most_hits(executor, sequence):
+        if hits >= min(self._most_hits(executor, sequence), len(sequence.hashes)):
             return None
-        return executor.filling.get(bytes(sequence.hashes[hits * HASH_BYTES : (hits + 1) * HASH_BYTES]))
+        return executor.filling.get(sequence.hashes[hits])
 
     def blocks_needed(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> int:
         """How many available blocks an admission takes: new ones, and hits that are evictable now."""
         total = -(-sequence.known // executor.block_size)
-        idle_hits = sum(1 for entry in hits if executor.pool.refs[entry.block] == 0)
-        return total - len(hits) + idle_hits
+        return total - len(hits) + (executor.pool.idle([entry.block for entry in hits]) if hits else 0)
 
     def admit(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> int:
         """Give a waiting sequence a slot and the blocks for all its known tokens. Returns the slot."""
@@ -56,13 +65,14 @@ class Residency:
         shared = [entry.block for entry in hits]
         executor.pool.share(shared)
         total = -(-sequence.known // executor.block_size)
-        blocks = shared + executor.pool.allocate(total - len(shared)).tolist()
+        blocks = shared + executor.pool.allocate(total - len(shared))
         computed = len(shared) * executor.block_size
         slot = executor.table.take(sequence, blocks, computed, executor.block_size)
         sequence.state = State.RUNNING
         sequence.executor = executor
         sequence.cache_count = len(hits)
         sequence.cache_tip = hits[-1] if hits else None
+        sequence.found.clear()
         sequence.waits_for = ""
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(computed, sequence.prompt_len)
@@ -74,8 +84,12 @@ class Residency:
         executor.prefilling[slot] = sequence
         executor.step_age.admitted(sequence)
         if self._cache_on and sequence.uses_cache:
-            for i in range(len(hits), min(len(sequence.hashes) // HASH_BYTES, sequence.known // executor.block_size)):
-                executor.filling.setdefault(bytes(sequence.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]), sequence)
+            fills = sequence.hashes[len(hits) : sequence.known // executor.block_size]
+            if executor.filling.keys().isdisjoint(fills):
+                executor.filling.update(dict.fromkeys(fills, sequence))
+            else:
+                for digest in fills:
+                    executor.filling.setdefault(digest, sequence)
         return slot
 
     # -- while there -------------------------------------------------------------------------------------------------
@@ -91,22 +105,19 @@ class Residency:
         parent = sequence.cache_tip
         if parent is not None and not parent.live:
             return  # the chain was cut by an eviction: what follows could not be found
-        blocks = executor.table.blocks[sequence.slot]
-        width = 4 * size
+        start, width, hashes = sequence.cache_count, 4 * size, sequence.hashes
         tokens = sequence.prompt if full * width <= len(sequence.prompt) else sequence.tokens()
-        for i in range(sequence.cache_count, full):
-            content = tokens[i * width : (i + 1) * width]
-            at = i * HASH_BYTES
-            if at == len(sequence.hashes):
-                if i == 0:
-                    return  # a prompt shorter than a block came without hashes: its chain has no root here
-                sequence.hashes += extend_hash(bytes(sequence.hashes[at - HASH_BYTES : at]), content)
-            digest = bytes(sequence.hashes[at : at + HASH_BYTES])
-            parent = executor.cache.register(digest, parent, sequence.salt, content, blocks[i])
-            if executor.filling.get(digest) is sequence:
-                del executor.filling[digest]
-        sequence.cache_tip = parent
+        if len(hashes) < full:
+            if not hashes:
+                return  # a prompt shorter than a block came without hashes: its chain has no root here
+            for at in range(len(hashes) * width, full * width, width):
+                hashes.append(extend_hash(hashes[-1], tokens[at : at + width]))
+        digests = hashes[start:full]
+        content = tokens[start * width : full * width]
+        blocks = executor.table.blocks[sequence.slot][start:full]
+        sequence.cache_tip = executor.cache.register(digests, parent, sequence.salt, content, blocks)
         sequence.cache_count = full
+        self._filled(executor, sequence, digests)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -169,10 +180,7 @@ class Residency:
         executor.table.flush(slot)
         self.register(executor, sequence)
         executor.prefilling.pop(slot, None)
-        for i in range(sequence.cache_count, len(sequence.hashes) // HASH_BYTES):
-            digest = bytes(sequence.hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES])
-            if executor.filling.get(digest) is sequence:
-                del executor.filling[digest]
+        self._filled(executor, sequence, sequence.hashes[sequence.cache_count :])
         outputs = int(executor.table.length[slot] - executor.table.admitted_length[slot])
         executor.model.queue.shares.charge(sequence.salt, outputs)
         executor.pool.release(executor.table.drop(slot))
@@ -182,6 +190,14 @@ class Residency:
         sequence.cache_tip = None
         sequence.cache_count = 0
         sequence.numerics = executor.numerics
+
+    def _filled(self, executor: ExecutorState, sequence: Sequence, digests: list[bytes]) -> None:
+        """It computes these blocks no longer."""
+        filling = executor.filling
+        if filling:
+            for digest in digests:
+                if filling.get(digest) is sequence:
+                    del filling[digest]
 
     def _most_hits(self, executor: ExecutorState, sequence: Sequence) -> int:
         """How many blocks may be found: at least one token is left to compute, and every position whose logits score

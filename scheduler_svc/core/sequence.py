@@ -13,7 +13,8 @@ import numpy as np
 
 from protos.step import SamplingParams
 from protos.wire import Int32
-from scheduler_svc.core.prefix_cache import Entry
+from scheduler_svc.core.prefix_cache import Entry, PrefixCache
+from scheduler_svc.prefix_hash import HASH_BYTES
 
 if TYPE_CHECKING:
     from scheduler_svc.core.executor import ExecutorState
@@ -73,6 +74,7 @@ class Sequence:
         "deaths",
         "enqueued",
         "executor",
+        "found",
         "generation",
         "hashes",
         "ignore_eos",
@@ -152,7 +154,9 @@ class Sequence:
         self.left_since = 0.0  # when it was first left for a better placed executor; 0: not since it was queued
         self.waits_for = ""
 
-        self.hashes = bytearray(hashes)  # of full blocks: the prompt's, then as far as outputs were hashed
+        # Of full blocks: the prompt's, then as far as outputs were hashed.
+        self.hashes = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        self.found: dict[PrefixCache, tuple[list[Entry], int]] = {}  # while it waits, by Residency.lookup
         self.uses_cache = bool(hashes)
         self.cache_tip: Entry | None = None  # entry of the last registered block on the present executor
         self.cache_count = 0  # blocks registered (or hit) on the present executor

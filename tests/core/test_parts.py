@@ -11,7 +11,7 @@ from protos.wire import pack_int32
 from scheduler_svc.core.__main__ import main, parser
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.prefix_cache import Entry, PrefixCache
 from scheduler_svc.prefix_hash import HASH_BYTES, block_hashes, extend_hash, root_hash
 
 
@@ -22,12 +22,13 @@ def test_the_pool_keeps_its_balance_over_random_use() -> None:
     held: list[list[int]] = []
     for i in range(3000):
         if draw.random() < 0.5 and pool.available:
-            held.append(pool.allocate(draw.randrange(0, min(8, pool.available) + 1)).tolist())
+            held.append(pool.allocate(draw.randrange(0, min(8, pool.available) + 1)))
         elif held:
             blocks = held.pop(draw.randrange(len(held)))
             for j, block in enumerate(blocks):
                 if not pool.findable[block] and draw.random() < 0.5:
-                    cache.register(i.to_bytes(8, "big") + j.to_bytes(8, "big"), None, "", pack_int32([i]), block)
+                    digest = i.to_bytes(8, "big") + j.to_bytes(8, "big")
+                    cache.register([digest], None, "", pack_int32([i]), [block])
             if blocks and draw.random() < 0.3:
                 pool.share(blocks)
                 held.append(list(blocks))
@@ -42,53 +43,65 @@ def test_the_pool_keeps_its_balance_over_random_use() -> None:
 
 def test_a_block_cannot_be_released_twice() -> None:
     pool = BlockPool(4)
-    blocks = pool.allocate(2).tolist()
+    blocks = pool.allocate(2)
     pool.release(blocks)
     with pytest.raises(RuntimeError, match="twice"):
         pool.release(blocks)
 
 
-def chain(*blocks: list[int]) -> tuple[bytes, bytes]:
+def chain(*blocks: list[int]) -> tuple[list[bytes], bytes]:
     tokens = pack_int32([token for block in blocks for token in block])
-    return block_hashes("f", "", np.frombuffer(tokens, "<i4"), 2), tokens
+    hashes = block_hashes("f", "", np.frombuffer(tokens, "<i4"), 2)
+    return [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)], tokens
+
+
+def found(cache: PrefixCache, hashes: list[bytes], tokens: bytes, salt: str, most: int) -> int:
+    """How many blocks of it can be found; as a whole, and going on from each part of it."""
+    whole: list[Entry] = []
+    cache.extend(whole, hashes, tokens, salt, most)
+    for part in range(len(whole)):
+        again = whole[:part]
+        cache.extend(again, hashes, tokens, salt, most)
+        assert again == whole
+    return len(whole)
 
 
 def test_tails_are_evicted_before_heads() -> None:
     pool = BlockPool(3)
     cache = PrefixCache(pool, 2)
     hashes, tokens = chain([1, 2], [3, 4], [5, 6])
-    blocks = pool.allocate(3).tolist()
-    parent = None
-    for i, block in enumerate(blocks):
-        parent = cache.register(hashes[16 * i : 16 * i + 16], parent, "", tokens[8 * i : 8 * i + 8], block)
+    blocks = pool.allocate(3)
+    cache.register(hashes, None, "", tokens, blocks)
     pool.release(blocks)
     for left in (2, 1, 0):
-        assert pool.allocate(1).tolist() == [blocks[left]]
-        assert len(cache.lookup(hashes, tokens, "", 3)) == left
+        assert pool.allocate(1) == [blocks[left]]
+        assert found(cache, hashes, tokens, "", 3) == left
 
 
 def test_a_hit_compares_tokens_salt_and_the_whole_chain() -> None:
     pool = BlockPool(8)
     cache = PrefixCache(pool, 2)
     hashes, tokens = chain([1, 2], [3, 4])
-    first = cache.register(hashes[:16], None, "t", tokens[:8], int(pool.allocate(1)[0]))
-    cache.register(hashes[16:], first, "t", tokens[8:], int(pool.allocate(1)[0]))
-    assert len(cache.lookup(hashes, tokens, "t", 9)) == 2
-    assert len(cache.lookup(hashes, tokens, "t", 1)) == 1
-    assert cache.lookup(hashes, tokens, "other", 9) == []
-    assert cache.lookup(hashes, pack_int32([1, 9, 3, 4]), "t", 9) == []
-    assert len(cache.lookup(hashes, pack_int32([1, 2, 3, 9]), "t", 9)) == 1
-    swapped = hashes[16:] + hashes[16:]
-    assert cache.lookup(swapped, pack_int32([3, 4, 3, 4]), "t", 9) == []  # a second block is no first block
+    first = cache.register(hashes[:1], None, "t", tokens[:8], pool.allocate(1))
+    cache.register(hashes[1:], first, "t", tokens[8:], pool.allocate(1))
+    assert found(cache, hashes, tokens, "t", 9) == 2
+    assert found(cache, hashes, tokens, "t", 1) == 1
+    assert found(cache, hashes, tokens, "other", 9) == 0
+    assert found(cache, hashes, pack_int32([1, 9, 3, 4]), "t", 9) == 0
+    assert found(cache, hashes, pack_int32([1, 2, 3, 9]), "t", 9) == 1
+    swapped = hashes[1:] + hashes[1:]
+    assert found(cache, swapped, pack_int32([3, 4, 3, 4]), "t", 9) == 0  # a second block is no first block
 
 
 def test_the_same_content_keeps_the_first_block_and_other_content_replaces_it() -> None:
     pool = BlockPool(8)
     cache = PrefixCache(pool, 2)
-    one, two, three = pool.allocate(3).tolist()
-    entry = cache.register(b"h" * 16, None, "", pack_int32([1, 2]), one)
-    assert cache.register(b"h" * 16, None, "", pack_int32([1, 2]), two) is entry
-    other = cache.register(b"h" * 16, None, "", pack_int32([8, 9]), three)
+    one, two, three = pool.allocate(3)
+    entry = cache.register([b"h" * 16], None, "", pack_int32([1, 2]), [one])
+    assert cache.register([b"h" * 16], None, "", pack_int32([1, 2]), [two]) is entry
+    other = cache.register([b"h" * 16], None, "", pack_int32([8, 9]), [three])
+    assert entry is not None
+    assert other is not None
     assert not entry.live
     assert other.live
     assert not pool.findable[one]

@@ -147,7 +147,7 @@ def _sequences(core: Core) -> list[str]:
     problems = []
     places: Counter[int] = Counter()
     for entry in core.fleet.models.values():
-        places.update(id(sequence) for sequence in entry.queue)
+        places.update(id(sequence) for sequence in entry.queue.unordered())
     for executor in core.fleet.sessions.values():
         places.update(id(sequence) for sequence in executor.residents())
         places.update(id(sequence) for sequence in executor.settling.values())
@@ -167,7 +167,7 @@ def _sequences(core: Core) -> list[str]:
         problems.append("the tenants' streams are not the live streams")
     for entry in core.fleet.models.values():
         queued: Counter[str] = Counter()
-        for sequence in entry.queue:
+        for sequence in entry.queue.unordered():
             queued[sequence.salt] += sequence.known
         if queued != entry.queue.tokens:
             problems.append(f"model {entry.name}: the tenants' queued tokens differ from the queue's")

@@ -77,7 +77,7 @@ class Planner:
         rows = np.flatnonzero(table.planned_length[:high] < table.bound[:high])
         rows, draft.credit = policy.within_credit(executor, rows, self._workers, fleet)
 
-        alone = self._isolated(executor)
+        alone = self._isolated(executor, fleet)
         if alone is not None:
             if any(_has_mates(record, alone) for record in executor.inflight):
                 return self._finish(executor, draft, now)
@@ -288,14 +288,16 @@ class Planner:
 
     # -- isolation ---------------------------------------------------------------------------------------------------
 
-    def _isolated(self, executor: ExecutorState) -> Sequence | None:
+    def _isolated(self, executor: ExecutorState, fleet: list[ExecutorState]) -> Sequence | None:
         """The suspect that has this executor to itself, while that lasts and it can run."""
         sequence = executor.isolated
         if sequence is None:
             return None
         waiting = sequence.state is State.WAITING and executor.status is ExecutorStatus.READY
         here = sequence.state is State.RUNNING and sequence.executor is executor
-        stuck = sequence.stream.worker.room <= 0 or self._ran_ahead(sequence)  # it awaits its worker: others need not
+        worker = sequence.stream.worker
+        # It awaits its worker (or answers that take its credit): others need not.
+        stuck = worker.room <= policy.unanswered_of(worker.index, fleet) or self._ran_ahead(sequence)
         if not (waiting or here) or not self._suspects.must_run_alone(sequence) or (waiting and stuck):
             executor.isolated = None
             return None

@@ -62,6 +62,10 @@ class WaitingQueue:
             yield sequence
             add_next(tenant)
 
+    def unordered(self) -> Iterator[Sequence]:
+        """Every one, in no order that matters; nothing may be removed while it runs."""
+        return (sequence for line in self._lines.values() for _, sequence in line)
+
     def key(self, sequence: Sequence) -> _Key:
         time = sequence.arrival + sequence.priority * self._ageing
         deadline = sequence.stream.deadline

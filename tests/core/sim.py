@@ -99,6 +99,7 @@ class SimExecutor:
         self.answered = 0
         self.received: list[step.ToExecutor] = []  # everything but plans
         self.plans: list[step.StepPlan] = []  # executed, all epochs
+        self.results: list[step.StepResult] = []
         self.prefill_tokens = 0
         self.rows = 0
 
@@ -251,7 +252,7 @@ class SimExecutor:
         self.rows += len(rows)
         self.prefill_tokens += sum(count for _, count, is_decode in rows if not is_decode)
         self.plans.append(plan)
-        return step.StepResult(
+        result = step.StepResult(
             plan.epoch,
             plan.seq,
             plan.digest,
@@ -260,6 +261,8 @@ class SimExecutor:
             tokens=pack_int32(tokens),
             faults=tuple(faults),
         )
+        self.results.append(result)
+        return result
 
     def _write(self, slot: int, state: SimSlot, count: int, seq: int) -> None:
         size = self.limits.block_size

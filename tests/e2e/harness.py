@@ -179,6 +179,8 @@ class Cluster:
         return self
 
     def __exit__(self, *error: object) -> None:
+        if error[0] is not None:
+            print(self.logs())  # a fixture that failed: its cluster is closed before the report is made
         self.close()
 
 

@@ -37,6 +37,7 @@ from tests.e2e.verify import settled
 
 EXPLAINED_FOR = LONG_FREEZE + 8.0  # seconds after a fault's begin in which a death may still be its own
 PREFILL_PROBE = 1024  # tokens
+APART = 2.0  # seconds between the end of a fault and the next one
 CLIENTS = 6  # each with a connection of its own, so that every API worker has some
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -158,7 +159,7 @@ class Chaos:
         def on_tokens(count: int) -> None:
             self.tokens += count
             while due and due[0].at_tokens <= self.tokens:
-                if self.args.apart and running and not running[-1].done():
+                if self.args.apart and running and time.time() < self._last_over() + APART:
                     return
                 fault = due.pop(0)
                 print(f"{time.strftime('%H:%M:%S')} {self.tokens}/{total} tokens: {fault.kind}", flush=True)
@@ -174,6 +175,11 @@ class Chaos:
             await checker
             pool.shutdown(wait=False)
         return outcomes
+
+    def _last_over(self) -> float:
+        """When the newest fault was over (Unix seconds); far away while it is not."""
+        began = [fault for fault in self.faults if fault.when or fault.over]
+        return began[-1].over or float("inf") if began else float("inf")
 
     def _check_invariants(self, stop: threading.Event) -> None:
         """About once a second, throughout: the core checks its own state."""

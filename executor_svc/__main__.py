@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -83,6 +84,8 @@ def run(config: ExecutorConfig) -> None:
             extra={"kv_tokens": tokens, "context": facts.context_length, "change": "--kv-memory or --kv-blocks"},
         )
     service.run()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # it leaves already: a signal that hurries it is no failure
     log.info("executor left", extra={"steps": service.worker.steps})
 
 

@@ -16,7 +16,7 @@ from protos.link_keys import LinkKeys
 from protos.wire import MAX_FRAME_BYTES
 
 HEARTBEAT_INTERVAL_MS = 500
-HEARTBEAT_TIMEOUT_MS = 5000  # ZeroMQ's own thread answers: a busy Python never looks dead
+HEARTBEAT_TIMEOUT_MS = 4000  # ZeroMQ's own thread answers: a busy Python never looks dead
 CONNECT_TIMEOUT_MS = 5000
 GOODBYE_LINGER_MS = 500
 

@@ -42,11 +42,18 @@ def _without_a_run(longer: list[int], shorter: list[int]) -> bool:
     return any(longer[:i] + longer[i + extra :] == shorter for i in range(len(shorter) + 1))
 
 
+LATE = 0.5  # seconds: what was on its way at a fault has arrived
+
+
 def gap_at(outcome: Outcome, when: float) -> float | None:
-    """Seconds between the last message before ``when`` and the first one after it; None: it was not running then."""
+    """Seconds of the longest silence that began before ``when`` + LATE and ended after ``when``; None: it was not
+    running then."""
     times = outcome.arrivals
-    at = bisect.bisect_right(times, when)
-    return times[at] - times[at - 1] if 0 < at < len(times) else None
+    first = bisect.bisect_right(times, when)
+    if not 0 < first < len(times):
+        return None
+    last = bisect.bisect_right(times, when + LATE)
+    return max(times[i] - times[i - 1] for i in range(first, min(last, len(times) - 1) + 1))
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:

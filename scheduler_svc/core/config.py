@@ -33,7 +33,7 @@ class CoreConfig:
     max_workers: int = 64
 
     # Age at which the oldest unanswered step means a hung executor (step_age.py): where steps were measured ...
-    step_timeout: float = 4.0
+    step_timeout: float = 3.5
     step_slack: float = 4.0  # ... plus so many times what one of its size took at worst
     cold_step_timeout: float = 30.0  # where they were not yet ...
     step_timeout_per_token: float = 0.05  # ... plus this for each of its tokens

@@ -72,11 +72,13 @@ class Cluster:
             self.scheduler.stop()
         self.start_scheduler(*flags, api_workers=api_workers)
 
-    def start_executor(self, name: str, model: Path, *flags: str, links: Sequence[str] = ()) -> Process:
+    def start_executor(
+        self, name: str, model: Path, *flags: str, links: Sequence[str] = (), module: str = "executor_svc"
+    ) -> Process:
         """Starts an executor; does not wait for it. A name used before: the former process must have ended. ``links``:
-        the schedulers' addresses, where not this cluster's."""
+        the schedulers' addresses, where not this cluster's. ``module``: one that behaves like an executor."""
         assert name not in self.executors or not self.executors[name].alive
-        args = ["-m", "executor_svc", "--model", str(model), "--executor-name", name]
+        args = ["-m", module, "--model", str(model), "--executor-name", name]
         args += [part for link in links or [self.link] for part in ("--scheduler", link)]
         args += [*EXECUTOR_FLAGS, *flags]
         self.executors[name] = Process(name, args, self.folder / f"executor-{name}.log", EXECUTOR_ENV)

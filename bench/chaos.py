@@ -159,7 +159,8 @@ class Chaos:
         def on_tokens(count: int) -> None:
             self.tokens += count
             while due and due[0].at_tokens <= self.tokens:
-                if self.args.apart and running and time.time() < self._last_over() + APART:
+                before = self.faults[len(running) - 1] if running else None
+                if self.args.apart and before is not None and (not before.over or time.time() < before.over + APART):
                     return
                 fault = due.pop(0)
                 print(f"{time.strftime('%H:%M:%S')} {self.tokens}/{total} tokens: {fault.kind}", flush=True)
@@ -175,11 +176,6 @@ class Chaos:
             await checker
             pool.shutdown(wait=False)
         return outcomes
-
-    def _last_over(self) -> float:
-        """When the newest fault was over (Unix seconds); far away while it is not."""
-        began = [fault for fault in self.faults if fault.when or fault.over]
-        return began[-1].over or float("inf") if began else float("inf")
 
     def _check_invariants(self, stop: threading.Event) -> None:
         """About once a second, throughout: the core checks its own state."""

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(front.ToWorker, strict=True)
 
+QUIET = 1.2  # seconds
 CHUNK_BYTES = 256 * 1024
 
 
@@ -79,6 +80,7 @@ class CoreLink:
         self._socket: zmq.asyncio.Socket | None = None  # of the session, once attached
         self._leaving = False
         self._was_up = False  # in the last session
+        self._heard = 0.0
         self._number = 0
         self._streams: dict[int, Stream] = {}  # submitted in this session, by number
         self._fingerprints: dict[str, str] = {}  # of this session's models
@@ -92,6 +94,11 @@ class CoreLink:
     @property
     def up(self) -> bool:
         return self._socket is not None
+
+    @property
+    def talks(self) -> bool:
+        """Up, and the core said something just now: one that is frozen serves nobody, long before it is given up."""
+        return self.up and time.monotonic() - self._heard < QUIET
 
     # ----------------------------------------------------------------------------------------------------------------
     # For the service
@@ -246,6 +253,7 @@ class CoreLink:
                 patience = attach_by - time.monotonic()
             if patience <= 0 or not await socket.poll(int(patience * 1000) + 1):
                 raise SessionOver(f"silent for {self.config.silence:g} s")
+            self._heard = time.monotonic()
             touched: set[Stream] = set()
             for _ in range(self.config.batch):
                 try:

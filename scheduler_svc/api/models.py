@@ -7,10 +7,12 @@ A file that cannot be used takes away only what it was for: without a tokenizer 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +72,9 @@ class Model:
 class ModelRegistry:
     """``changed`` is called after every change; ``fetch`` gets one file."""
 
-    def __init__(self, fetch: Fetch, changed: Callable[[], None]) -> None:
+    def __init__(self, fetch: Fetch, changed: Callable[[], None], grace: float = 0.0) -> None:
+        """``grace``: seconds from now in which a name that is not known may still come."""
+        self._young_until = time.monotonic() + grace
         self._fetch = fetch
         self._changed = changed
         self._models: dict[str, Model] = {}
@@ -114,18 +118,28 @@ class ModelRegistry:
                     model = self._find(name)
                     if model is not None and model.loaded:
                         return model
-                    await self._news.wait()
+                    await self._wait_for_news()
         except TimeoutError:
             if self._find(name) is None:
                 raise unavailable("no executor has announced a model yet") from None
             raise unavailable(f"the files of model {name!r} have not arrived yet") from None
 
+    async def _wait_for_news(self) -> None:
+        """For a change, or for the end of the grace."""
+        young = self._young_until - time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(young if young > 0.0 else None):
+                await self._news.wait()
+
     def _find(self, name: str) -> Model | None:
-        """None: wait. A name that is not among the models known is refused at once; with none known it may come."""
+        """None: wait. A name that is not among the models known is refused at once; with none known, or soon after the
+        start (executors return one by one), it may come."""
         if not self._models:
             return None
         if name:
             model = self._models.get(name)
+            if model is None and time.monotonic() < self._young_until:
+                return None
             if model is None:
                 raise door.unknown_model(name, list(self._models))
             return model

@@ -72,7 +72,7 @@ class ApiServer:
         self.health = Health(("", SERVICE_NAME))
         self._context = zmq.asyncio.Context()
         self.link = CoreLink(config.link, self._context, on_models=self._on_models, on_change=self._update_health)
-        self.models = ModelRegistry(self.link.fetch, self._update_health)
+        self.models = ModelRegistry(self.link.fetch, self._update_health, config.service.startup_grace)
         self.service = InferenceService(self.link, self.models, self.metrics, config.service, Tenancy(config.api_keys))
         self._server = grpc.aio.server(options=grpc_options(config))
         self.admin_port = 0
@@ -143,7 +143,8 @@ class ApiServer:
 
     async def _sweep(self) -> None:
         while True:
-            await asyncio.sleep(min(1.0, self.config.link.down_limit / 4, self.config.service.slow_seconds / 4))
+            await asyncio.sleep(min(0.5, self.config.link.down_limit / 4, self.config.service.slow_seconds / 4))
+            self._update_health()
             self.link.sweep()
             self.service.sweep()
 
@@ -151,7 +152,7 @@ class ApiServer:
         self.models.update(message)
 
     def _update_health(self) -> None:
-        self.health.set(self.link.up and self.models.any_ready)
+        self.health.set(self.link.talks and self.models.any_ready)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> int:

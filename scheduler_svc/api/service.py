@@ -34,6 +34,7 @@ SERVICE_NAME = "stepwire.v1.Inference"
 @dataclass(frozen=True, slots=True)
 class ServiceConfig:
     max_streams: int = 8192  # open at once in this worker; beyond: RESOURCE_EXHAUSTED
+    startup_grace: float = 4.0  # seconds after the start in which a model that is not known yet may come
     model_patience: float = 15.0  # seconds that a request waits for a first model, or for a model's files
     slow_seconds: float = 60.0  # a client that reads nothing for so long, with more than ...
     slow_tokens: int = 1024  # ... so many tokens waiting for it, or with all of its answer there, is given up

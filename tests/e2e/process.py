@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,9 +19,12 @@ START_TIMEOUT = 110.0  # an executor's: the first one after a change of the kern
 
 
 class Process:
-    """``python -m MODULE ARGS``, in a session of its own; standard output and error go to ``log``."""
+    """``python -m MODULE ARGS``, in a session of its own; standard output and error go to ``log``.
+    ``prefix``: a command that becomes this one by exec."""
 
-    def __init__(self, name: str, args: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, args: list[str], log: Path, env: dict[str, str] | None = None, prefix: Sequence[str] = ()
+    ) -> None:
         self.name, self.log, self.args = name, log, args
         self._told = False
         self._output = log.open("ab")
@@ -29,7 +32,7 @@ class Process:
         self._output.flush()
         self.started_at = self.log.stat().st_size  # log bytes of earlier processes of this name
         self.popen = subprocess.Popen(
-            [sys.executable, *args],
+            [*prefix, sys.executable, *args],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,

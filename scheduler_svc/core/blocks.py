@@ -17,7 +17,7 @@ numpy: most calls are for one sequence's handful of blocks, where a vector opera
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import numpy as np
 import numpy.typing as npt
@@ -30,9 +30,9 @@ class BlockPool:
         self.total = total
         self.owned = 0
         self.lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
+        self.in_cache: Container[int] = ()  # the prefix cache's blocks, kept by it
         self.on_evict: Callable[[list[int]], None] = _nothing_to_forget
         self._refs: list[int] = []  # of the blocks handed out at least once
-        self._findable = bytearray()  # those of them in the prefix cache
         self._stack: list[int] = []  # free ones of them
 
     @property
@@ -62,7 +62,6 @@ class BlockPool:
         if fresh:
             blocks += range(len(refs), len(refs) + fresh)
             refs += [1] * fresh
-            self._findable += bytes(fresh)
         if len(blocks) < count:
             blocks += self._evict(count - len(blocks))
         self.owned += count
@@ -79,26 +78,21 @@ class BlockPool:
 
     def release(self, blocks: list[int]) -> None:
         """Drop one reference on each block of a sequence, given in sequence order (tails are evicted first)."""
-        refs, findable, lru, stack = self._refs, self._findable, self.lru, self._stack
-        if any(refs[block] < 1 for block in blocks):
+        refs, in_cache, lru, stack = self._refs, self.in_cache, self.lru, self._stack
+        if 0 in [refs[block] for block in blocks]:
             raise RuntimeError("a block was released twice")
         for block in reversed(blocks):
             left = refs[block] - 1
             refs[block] = left
             if left == 0:
                 self.owned -= 1
-                if findable[block]:
+                if block in in_cache:
                     lru[block] = None
                 else:
                     stack.append(block)
 
-    def remember(self, block: int) -> None:
-        """The prefix cache finds this block from now on."""
-        self._findable[block] = True
-
     def forget(self, block: int) -> None:
         """The prefix cache no longer finds this block."""
-        self._findable[block] = False
         if self._refs[block] == 0:
             del self.lru[block]
             self._stack.append(block)
@@ -123,7 +117,7 @@ class BlockPool:
     @property
     def findable(self) -> npt.NDArray[np.bool_]:
         """[total] which blocks the prefix cache finds."""
-        return np.frombuffer(bytes(self._findable) + bytes(self.total - len(self._findable)), dtype=bool)
+        return np.array([block in self.in_cache for block in range(self.total)], dtype=bool)
 
     def free_ids(self) -> Int32:
         """Every free id."""
@@ -131,10 +125,9 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         """The least recently used blocks, taken out of the prefix cache, each with one reference."""
-        pop, refs, findable = self.lru.popitem, self._refs, self._findable
+        pop, refs = self.lru.popitem, self._refs
         blocks = [pop(False)[0] for _ in range(count)]
         for block in blocks:
-            findable[block] = False
             refs[block] = 1
         self.on_evict(blocks)
         return blocks

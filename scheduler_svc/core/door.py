@@ -54,7 +54,7 @@ def token_limit(submit: front.Submit, model: ModelEntry, config: CoreConfig, now
     if prompt_tokens == 0:
         raise Refusal(front.INVALID_ARGUMENT, "the prompt is empty", "prompt", 0, 1)
     _check_ids("stop_ids", submit.stop_ids, model)
-    most_outputs = max(_check_ids("outputs", choice.outputs, model) for choice in submit.choices)
+    most_outputs = max([_check_ids("outputs", choice.outputs, model) for choice in submit.choices])
     indices = [choice.index for choice in submit.choices]
     if max(indices) > 255 or len(set(indices)) != len(indices):
         raise Refusal(front.INVALID_ARGUMENT, "choice indices must differ and be below 256", "choices", indices, 255)
@@ -115,6 +115,8 @@ def check_queue(submit: front.Submit, model: ModelEntry, config: CoreConfig) -> 
 
 def _check_ids(field: str, data: bytes, model: ModelEntry) -> int:
     """The number of ids, each inside the vocabulary."""
+    if not data:
+        return 0
     try:
         ids = unpack_int32(data)
     except WireError as error:

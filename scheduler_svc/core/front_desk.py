@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_NO_IDS: frozenset[int] = frozenset()
+
 
 @dataclass(slots=True, eq=False)
 class _Early:
@@ -183,7 +185,7 @@ class FrontDesk:
             else:
                 core.streams.fail(old, front.ABORTED, "a continuation of this request replaced it")
         stream = Stream(worker, submit.stream, submit.request_id, entry, submit.deadline, now, submit.tenant)
-        stop_ids = frozenset(unpack_int32(submit.stop_ids).tolist())
+        stop_ids = frozenset(unpack_int32(submit.stop_ids).tolist()) if submit.stop_ids else _NO_IDS
         hashes = b"" if submit.bypass_cache else submit.block_hashes
         for choice in submit.choices:
             core.submitted += 1

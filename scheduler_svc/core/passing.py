@@ -6,15 +6,14 @@ One log a model, bounded; it costs an append an admission, and the question is a
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from scheduler_svc.core.sequence import Sequence
 
 _REMEMBERED = 256
 
 
-@dataclass(slots=True, frozen=True)
-class Admitted:
+class Admitted(NamedTuple):
     at: float
     request_id: str
     tenant: str

@@ -39,6 +39,7 @@ class PrefixCache:
         self._pool = pool
         self._width = 4 * block_size
         self._uids = count(1)
+        pool.in_cache = self.by_block
         pool.on_evict = self._evicted
 
     def extend(self, found: list[Entry], hashes: list[bytes], tokens: bytes, salt: str, most: int) -> None:
@@ -60,7 +61,7 @@ class PrefixCache:
     ) -> Entry | None:
         """``blocks`` now hold ``tokens``, a block's each, one after the other and all after ``parent``. Returns the
         entry of the last content: where one was there before it stays (and its block the one that is found)."""
-        by_hash, by_block, remember, width = self.by_hash, self.by_block, self._pool.remember, self._width
+        by_hash, by_block, width = self.by_hash, self.by_block, self._width
         parent_uid = parent.uid if parent is not None else 0
         at = 0
         for digest, block in zip(digests, blocks, strict=True):
@@ -78,7 +79,6 @@ class PrefixCache:
                 entry = Entry(next(self._uids), digest, parent_uid, salt, content, block)
                 by_hash[digest] = entry
                 by_block[block] = entry
-                remember(block)
             parent, parent_uid = entry, entry.uid
         return parent
 

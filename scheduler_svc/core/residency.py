@@ -62,12 +62,14 @@ class Residency:
     def admit(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> int:
         """Give a waiting sequence a slot and the blocks for all its known tokens. Returns the slot."""
         sequence.stream.model.queue.remove(sequence)
-        shared = [entry.block for entry in hits]
-        executor.pool.share(shared)
-        total = -(-sequence.known // executor.block_size)
-        blocks = shared + executor.pool.allocate(total - len(shared))
-        computed = len(shared) * executor.block_size
-        slot = executor.table.take(sequence, blocks, computed, executor.block_size)
+        known, size, cache = sequence.known, executor.block_size, executor.cache
+        total = -(-known // size)
+        blocks = [entry.block for entry in hits]
+        if hits:
+            executor.pool.share(blocks)
+        blocks += executor.pool.allocate(total - len(hits))
+        computed = len(hits) * size
+        slot = executor.table.take(sequence, blocks, computed, size)
         sequence.state = State.RUNNING
         sequence.executor = executor
         sequence.cache_count = len(hits)
@@ -77,14 +79,14 @@ class Residency:
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(computed, sequence.prompt_len)
         if not sequence.continued:
-            executor.model.queue.shares.charge(sequence.salt, sequence.known - computed)
+            executor.model.queue.shares.charge(sequence.salt, known - computed)
         self.prefix_hits += len(hits)
-        executor.cache.hits += len(hits)
-        executor.cache.lookups += total
+        cache.hits += len(hits)
+        cache.lookups += total
         executor.prefilling[slot] = sequence
         executor.step_age.admitted(sequence)
         if self._cache_on and sequence.uses_cache:
-            fills = sequence.hashes[len(hits) : sequence.known // executor.block_size]
+            fills = sequence.hashes[len(hits) : known // size]
             if executor.filling.keys().isdisjoint(fills):
                 executor.filling.update(dict.fromkeys(fills, sequence))
             else:
@@ -180,7 +182,8 @@ class Residency:
         executor.table.flush(slot)
         self.register(executor, sequence)
         executor.prefilling.pop(slot, None)
-        self._filled(executor, sequence, sequence.hashes[sequence.cache_count :])
+        if len(sequence.hashes) > sequence.cache_count:
+            self._filled(executor, sequence, sequence.hashes[sequence.cache_count :])
         outputs = int(executor.table.length[slot] - executor.table.admitted_length[slot])
         executor.model.queue.shares.charge(sequence.salt, outputs)
         executor.pool.release(executor.table.drop(slot))

@@ -69,12 +69,12 @@ class Routing:
             return True
         table, size = executor.table, executor.block_size
         allowed = int(self._overcommit * executor.pool.total)
+        last = sequence.limit - 1  # the last token needs no KV
+        if (table.limit_total - table.used) // size + table.used + last // size + 1 <= allowed:
+            return True  # even if they all reached their limits together
         high = table.high
         occupied = table.live_generation[:high] >= 0
-        limits = table.limit[:high][occupied].astype(np.int64) - 1  # the last token needs no KV
-        last = sequence.limit - 1
-        if int(limits.sum()) // size + len(limits) + last // size + 1 <= allowed:
-            return True  # even if they all reached their limits together
+        limits = table.limit[:high][occupied].astype(np.int64) - 1
         tokens = np.minimum(table.planned_length[:high][occupied], limits)
         tokens = np.append(tokens, min(sequence.known, last))
         return peak_blocks(tokens, np.append(limits, last), size) <= allowed

@@ -63,6 +63,7 @@ class SlotTable:
         self.sequences: list[Sequence | None] = [None] * max_slots
         self.blocks: list[list[int]] = [[] for _ in range(max_slots)]
         self.used = 0
+        self.limit_total = 0  # of the occupied slots
         self.high = 0  # slots from here on were never used: vector operations stop here
         self._free: list[int] = []  # heap: low slots first, so that `high` stays low
 
@@ -90,6 +91,7 @@ class SlotTable:
         self.computed[slot] = computed
         self.done[slot] = computed
         self.limit[slot] = sequence.limit
+        self.limit_total += sequence.limit
         self.bound[slot] = 0
         self.phase[slot] = PREFILL
         self.stream[slot] = sequence.stream.number
@@ -150,6 +152,7 @@ class SlotTable:
         self.last_block[slot] = -1
         self.capacity[slot] = 0
         self.used -= 1
+        self.limit_total -= sequence.limit
         heapq.heappush(self._free, slot)
         sequence.slot = -1
         return blocks

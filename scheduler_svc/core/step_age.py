@@ -11,6 +11,10 @@ step used here before: the first use of a kernel may compile it, and busy is not
 
 from __future__ import annotations
 
+from functools import lru_cache
+from operator import attrgetter
+from typing import cast
+
 from protos.step import SamplingParams
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.pipeline import PlanRecord
@@ -25,9 +29,15 @@ _NUMBERS = frozenset({"seed"})  # fields whose value never chooses another kerne
 _FIELDS = tuple(field for field in SamplingParams.__struct_fields__ if field not in _NUMBERS)
 
 
-def _features(sampling: SamplingParams) -> frozenset[str]:
-    used = {field for field in _FIELDS if getattr(sampling, field) != getattr(_DEFAULTS, field)}
-    if "temperature" in used and sampling.temperature >= 1e-5:
+_values = attrgetter(*_FIELDS)
+
+
+@lru_cache(maxsize=1024)
+def _features(values: tuple[object, ...]) -> frozenset[str]:
+    """Of SamplingParams with these `_values`."""
+    given = dict(zip(_FIELDS, values, strict=True))
+    used = {field for field, value in given.items() if value != getattr(_DEFAULTS, field)}
+    if "temperature" in used and cast(float, given["temperature"]) >= 1e-5:
         used.remove("temperature")  # 0 is another path, a different number is not
     return frozenset(used) or frozenset({""})
 
@@ -43,7 +53,7 @@ class StepAge:
         self._unproven: list[tuple[Sequence, int, frozenset[str]]] = []  # (sequence, its outputs when admitted, uses)
 
     def admitted(self, sequence: Sequence) -> None:
-        features = _features(sequence.sampling)
+        features = _features(_values(sequence.sampling))
         if not features <= self._proven:
             self._unproven.append((sequence, sequence.num_outputs, features))
 

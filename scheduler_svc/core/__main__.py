@@ -15,6 +15,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
+from scheduler_svc.core.recording import RecordingCore
 from scheduler_svc.core.tenants import NO_LIMITS, load_limits
 
 # Option -> (field of CoreConfig, what it means).
@@ -49,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--link-secret-file", type=Path, metavar="FILE", help="shared secret, needed off loopback")
     result.add_argument("--tenant-limits", type=Path, metavar="FILE", help="JSON: limits by tenant (tenants.py)")
     result.add_argument("--no-prefix-cache", action="store_true", help="neither look up nor keep prefixes")
+    result.add_argument(
+        "--record", type=Path, metavar="FILE", help="keep every message with its time, prompts among them (replay.py)"
+    )
     logs.add_arguments(result)
     result.add_argument("--inject", default="", metavar="FAULTS", help="tests only: KIND@PLAN,... (fault_injection.py)")
     defaults = CoreConfig()
@@ -72,7 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
         make_ipc_directory(options.front)
         clock = steady_clock()
         limits = load_limits(options.tenant_limits) if options.tenant_limits else NO_LIMITS
-        shell = Shell(Core(config, clock(), limits=limits), options.listen, options.front, secret, injector)
+        core: Core = (
+            RecordingCore(config, clock(), options.record, limits=limits)
+            if options.record
+            else Core(config, clock(), limits=limits)
+        )
+        shell = Shell(core, options.listen, options.front, secret, injector)
     except (ValueError, OSError, zmq.ZMQError) as error:
         print(f"scheduler core: {error}", file=sys.stderr)
         return 2
@@ -82,6 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
         shell.run(clock)
     finally:
         shell.close()
+        if isinstance(core, RecordingCore):
+            core.close()
     log.info("core stopped")
     return 0
 

@@ -75,13 +75,13 @@ class Planner:
         table = executor.table
         high = table.high
         rows = np.flatnonzero(table.planned_length[:high] < table.bound[:high])
-        rows, draft.credit = policy.within_credit(executor, rows, self._workers, fleet)
-
         alone = self._isolated(executor, fleet)
         if alone is not None:
             if any(_has_mates(record, alone) for record in executor.inflight):
                 return self._finish(executor, draft, now)
             rows = rows[rows == alone.slot]
+        rows, draft.credit = policy.within_credit(executor, rows, self._workers, fleet)
+
         could_admit = table.free > 0 and executor.pool.available > self._routing.headroom(executor)
         prefill_waits = bool(executor.prefilling) or (could_admit and len(executor.model.queue) > 0)
         rows = policy.within_budget(executor, rows, budget, prefill_waits)

@@ -274,6 +274,6 @@ CONFIGS: list[dict[str, Any]] = [
 ]
 
 
-def driver_of(seed: int) -> Driver:
+def driver_of(seed: int, **more: Any) -> Driver:
     """The driver of one seed: its world and configuration follow from it."""
-    return Driver(seed, wait_for_executor=20.0, quarantine=2.0, **CONFIGS[seed % len(CONFIGS)])
+    return Driver(seed, **more, wait_for_executor=20.0, quarantine=2.0, **CONFIGS[seed % len(CONFIGS)])

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -16,6 +18,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.invariants import check_all, check_progress
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Message
+from scheduler_svc.core.recording import RecordingCore
 from scheduler_svc.prefix_hash import block_hashes
 from tests.core.sim import Killed, SimExecutor, model_card
 
@@ -151,9 +154,14 @@ class SimWorker:
 
 
 class World:
-    def __init__(self, **config: object) -> None:
+    def __init__(self, record: Path | None = None, **config: Any) -> None:
         self.now = 1000.0
-        self.core = Core(CoreConfig(**config), self.now, incarnation=42)  # type: ignore[arg-type]
+        settings = CoreConfig(**config)
+        self.core = (
+            Core(settings, self.now, incarnation=42)
+            if record is None
+            else RecordingCore(settings, self.now, record, incarnation=42)
+        )
         self.executors: dict[bytes, SimExecutor] = {}  # by session; gone ones are taken out
         self.workers: dict[bytes, SimWorker] = {}
         self.tamper: Callable[[Items], Items] = lambda items: items
@@ -289,7 +297,7 @@ class World:
         return f"nothing moves: waiting {waits}, running {running}"
 
 
-def simple_world(executors: int = 1, limits: step.Limits | None = None, **config: object) -> tuple[World, SimWorker]:
+def simple_world(executors: int = 1, limits: step.Limits | None = None, **config: Any) -> tuple[World, SimWorker]:
     """A world of some executors of one model, and one worker with plenty of credit."""
     world = World(**config)
     for i in range(executors):

@@ -148,7 +148,7 @@ class ModelState(msgspec.Struct, array_like=True, frozen=True):
     eos_token_ids: tuple[Count, ...]
     assets: tuple[Asset, ...]
     executors_ready: Count
-    executors_expected: Count  # known once and not known to be gone for good: requests wait for these, bounded
+    executors_expected: Count  # gone, and expected back: requests wait for these, bounded
     max_sequence_tokens: Count  # the largest prompt + output that any known executor can hold
     total_blocks: Count
     free_blocks: Count  # free or evictable

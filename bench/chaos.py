@@ -219,7 +219,9 @@ class Chaos:
                 if gap is not None:
                     fault.gaps.append(gap)
                     fault.recomputed += outcome.prompt_tokens + outcome.tokens
-            found = [when - fault.when for when, who, _ in deaths if when >= fault.when - 0.01 and _is(who, fault)]
+            ages = [when - fault.when for when, who, _ in deaths if _is(who, fault)]
+            # Later, it was another fault's; a core that came after this one never knew this one's executor.
+            found = [age for age in ages if -0.01 <= age <= max(LONG_FREEZE, fault.over - fault.when)]
             if fault.kind in SILENT and found and fault.kind.split()[0] != "scheduler":
                 fault.detected_after = round(max(0.0, min(found)), 3)
         verdicts: dict[str, list[dict[str, Any]]] = {"lost": [], "duplicated": [], "changed": []}

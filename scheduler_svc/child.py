@@ -59,7 +59,7 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 class Watch:
     """Of a child's pulse (pulse.py), in seconds."""
 
-    startup: float = 60.0  # until the first beat
+    startup: float = 30.0  # until the first beat
     silence: float = 4.0  # then it counts as frozen
 
 

@@ -34,7 +34,7 @@ class Patience:
     drain: float = 60.0  # for the API workers to finish their streams
     core_stop: float = 10.0  # for the core after that
     hurry: float = 3.0  # after a second signal, before SIGKILL
-    core_startup: float = 60.0  # until a new core's first word
+    core_startup: float = 30.0  # until a new core's first word
     core_silence: float = 4.0  # then it counts as frozen: its loop says something four times a second
 
 

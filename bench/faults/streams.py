@@ -14,7 +14,7 @@ from protos.stepwire.v1 import inference_pb2 as pb
 from stepwire import AsyncClient, AsyncStream, Chunk, RequestError
 from stepwire.generation import Generation
 
-KINDS = ("greedy", "seeded", "choices", "stop", "text", "long")
+KINDS = ("greedy", "seeded", "choices", "stop", "text", "long", "penalties", "logprobs")
 RETRY_FOR = 300.0  # seconds without a message: a loaded machine takes its time to start processes
 _WORDS = (
     "the",
@@ -43,6 +43,7 @@ class Outcome:
     texts: list[str] = field(default_factory=list)
     ends: list[tuple[str, int | str | None] | None] = field(default_factory=list)
     num_ends: list[int] = field(default_factory=list)
+    logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (id, logprob) of every id
     prompt_tokens: int = 0
     completion_tokens: int = -1  # as the server counted them
     continuations: int = 0
@@ -56,8 +57,10 @@ class Outcome:
             self.texts.append("")
             self.ends.append(None)
             self.num_ends.append(0)
+            self.logprobs.append([])
         self.ids[chunk.index] += chunk.token_ids
         self.texts[chunk.index] += chunk.text
+        self.logprobs[chunk.index] += [(entry.token_id, entry.logprob) for entry in chunk.logprobs]
         if chunk.finish is not None:
             self.num_ends[chunk.index] += 1
             self.ends[chunk.index] = (chunk.finish.reason, chunk.finish.matched)
@@ -85,6 +88,15 @@ def make_requests(count: int, output: int, vocab_size: int, context: int, seed: 
             ),
             stopping=pb.Stopping(max_tokens=tokens, ignore_eos=kind != "text"),
         )
+        if kind == "penalties":
+            request.sampling.repetition_penalty = 1.2
+            request.sampling.frequency_penalty = 0.3
+            request.sampling.presence_penalty = 0.2
+            request.sampling.logit_bias[rng.randrange(3, vocab_size)] = 2.0
+            request.stopping.min_tokens = tokens // 2
+        if kind == "logprobs":
+            request.output.logprobs = rng.choice((0, 3))
+            request.output.prompt_logprobs = 1
         if kind == "text":
             request.text = " ".join(rng.choices(_WORDS, k=rng.randrange(4, 30)))
         else:

@@ -28,6 +28,8 @@ def judge(expected: Outcome, got: Outcome) -> tuple[str, str]:
         return "changed", where
     if expected.texts != got.texts:
         return "changed", "the same tokens, another text"
+    if expected.logprobs != got.logprobs:
+        return "changed", "the same tokens, other log probabilities"
     if expected.ends != got.ends:
         return "changed", f"ends {got.ends} for {expected.ends}"
     for name in ("prompt_tokens", "completion_tokens"):

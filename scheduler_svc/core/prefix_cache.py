@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import count
+from typing import cast
 
 from scheduler_svc.core.blocks import BlockPool
 
@@ -45,16 +46,27 @@ class PrefixCache:
     def extend(self, found: list[Entry], hashes: list[bytes], tokens: bytes, salt: str, most: int) -> None:
         """Let ``found``, a findable prefix, go on as far as it does, up to ``most`` entries. ``tokens``: raw int32 from
         the start."""
-        get, width = self.by_hash.get, self._width
+        start, width = len(found), self._width
         parent = found[-1].uid if found else 0
-        at = len(found) * width
-        for digest in hashes[len(found) : most]:
-            entry = get(digest)
-            if entry is None or not entry.holds(parent, salt, tokens[at : at + width]):
+        known = list(map(self.by_hash.get, hashes[start:most]))
+        there = known[: known.index(None)] if None in known else known
+        entries = cast("list[Entry]", there)
+        content = tokens[start * width : (start + len(entries)) * width]
+        # As a whole first: a long prompt has thousands of blocks.
+        parents = [parent, *[entry.uid for entry in entries]]
+        parents.pop()
+        if (
+            [entry.parent for entry in entries] == parents
+            and b"".join([entry.tokens for entry in entries]) == content
+            and all(entry.salt == salt for entry in entries[:1])  # those that follow are bound to it
+        ):
+            found += entries
+            return
+        for i, entry in enumerate(entries):
+            if not entry.holds(parent, salt, content[i * width : (i + 1) * width]):
                 return
             found.append(entry)
             parent = entry.uid
-            at += width
 
     def register(
         self, digests: Iterable[bytes], parent: Entry | None, salt: str, tokens: bytes, blocks: list[int]

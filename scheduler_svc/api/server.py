@@ -13,11 +13,11 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from protos.front import Models
-from protos.stepwire.v1 import admin_pb2_grpc
-from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
+from protos.stepwire.v1 import admin_pb2, inference_pb2
 from scheduler_svc.api.admin import SERVICE_NAME as ADMIN_SERVICE_NAME
 from scheduler_svc.api.admin import AdminService
 from scheduler_svc.api.core_link import CoreLink, LinkConfig
+from scheduler_svc.api.handlers import add_service
 from scheduler_svc.api.health import Health
 from scheduler_svc.api.metrics import Metrics
 from scheduler_svc.api.models import ModelRegistry
@@ -87,7 +87,7 @@ class ApiServer:
         """Binds and serves. Raises RuntimeError where an address is taken, ValueError for files that are no PEM."""
         credentials = self.config.tls.credentials() if self.config.tls is not None else None
         services = [SERVICE_NAME, health.SERVICE_NAME]
-        pb_grpc.add_InferenceServicer_to_server(self.service, self._server)
+        add_service(self._server, inference_pb2.DESCRIPTOR.services_by_name["Inference"], self.service)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
         if self.config.reflection:
             reflection.enable_server_reflection([*services, reflection.SERVICE_NAME], self._server)
@@ -96,7 +96,8 @@ class ApiServer:
             self._admin = grpc.aio.server(
                 options=[("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 1024 * 1024)]
             )
-            admin_pb2_grpc.add_AdminServicer_to_server(AdminService(self.link, self.config.admin_key), self._admin)
+            service = admin_pb2.DESCRIPTOR.services_by_name["Admin"]
+            add_service(self._admin, service, AdminService(self.link, self.config.admin_key))
             if self.config.reflection:
                 reflection.enable_server_reflection([ADMIN_SERVICE_NAME, reflection.SERVICE_NAME], self._admin)
             self.admin_port = _bind(self._admin, self.config.admin_listen, credentials)

@@ -132,7 +132,7 @@ class Shell:
                 continue
             try:
                 message = decode(frames[1])
-            except (msgspec.DecodeError, WireError):
+            except (msgspec.DecodeError, WireError, RecursionError):
                 self.core.on_malformed()
                 continue
             apply(frames[0], message, now)

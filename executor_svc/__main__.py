@@ -23,6 +23,10 @@ log = logging.getLogger("executor_svc")
 
 
 def main() -> int:
+    if any(argument.split("=")[0] == "--simulate" for argument in sys.argv[1:]):
+        from executor_svc import simulate
+
+        return simulate.main()  # no model: options of its own
     config = parse_args()
     logs.configure(config.log_format, config.log_level)
     keep_freed_memory()

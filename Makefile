@@ -1,6 +1,7 @@
 # make run [PROMPT="..."]   a real model answers over gRPC, out of two services; everything it needs is set up first
 # make serve                both services, until Ctrl-C
 # make test                 lint, types and tests, without the long campaigns; make test-all runs those too
+# make test-kernels         the CUDA kernels alone, without a GPU
 # make lint | format | protos | bench | constraints | clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -19,7 +20,7 @@ endif
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: run serve test test-all lint format protos bench constraints clean run-deps dev-deps
+.PHONY: run serve test test-all test-kernels lint format protos bench constraints clean run-deps dev-deps
 
 run: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) -- \
@@ -33,6 +34,9 @@ bench: $(VENV)/.run $(MODEL)
 
 test: lint $(MODEL)
 	$(PY) -m pytest -m "not slow"
+
+test-kernels: $(VENV)/.dev
+	$(PY) -m pytest tests/kernels -m "not slow"
 
 test-all: lint $(MODEL)
 	$(PY) -m pytest

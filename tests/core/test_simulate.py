@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.bare_worker import BareWorker
 from executor_svc.simulate import EOS, Simulated, SimulatedExecutor, parse
 from executor_svc.simulate_model import StepTimes, StepTimesError, key, next_tokens, parse_step_times
 from protos import front, step
@@ -18,7 +19,6 @@ from scheduler_svc.core.core import Core
 from scheduler_svc.core.loop import Shell, steady_clock
 from scheduler_svc.core.recording import RecordingCore
 from scheduler_svc.replay_executor import rerun
-from tests.core.bare_worker import BareWorker
 
 LIMITS = step.Limits(256, 16, 32, 512)
 MODEL = Simulated(vocab=1000, context=512, eos_every=50)

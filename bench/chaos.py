@@ -38,6 +38,7 @@ from tests.e2e.verify import settled
 EXPLAINED_FOR = LONG_FREEZE + 8.0  # seconds after a fault's begin in which a death may still be its own
 PREFILL_PROBE = 1024  # tokens
 APART = 2.0  # seconds between the end of a fault and the next one
+MOST_PENDING = 3  # faults under way
 CLIENTS = 6  # each with a connection of its own, so that every API worker has some
 OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 
@@ -166,10 +167,16 @@ class Chaos:
                 print(f"{time.strftime('%H:%M:%S')} {self.tokens}/{total} tokens: {fault.kind}", flush=True)
                 running.append(asyncio.get_running_loop().run_in_executor(pool, acts.run, fault))
 
+        async def gate() -> None:
+            """Streams are there for the faults: none begins while many of these are still under way."""
+            while len(pending := [future for future in running if not future.done()]) >= MOST_PENDING:
+                await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+
         stop = threading.Event()
         checker = asyncio.create_task(asyncio.to_thread(self._check_invariants, stop))
         try:
-            outcomes = await run_all(clients, requests, self.args.concurrency, 1, on_tokens)
+            outcomes = await run_all(clients, requests, self.args.concurrency, 1, on_tokens, gate)
+            acts.stop()
             await asyncio.gather(*running)
         finally:
             stop.set()

@@ -93,12 +93,15 @@ class Acts:
         self._rng = random.Random(seed)
         self._busy: set[str] = set()  # targets that a fault holds now
         self._lock = threading.Lock()
+        self._stopped = threading.Event()
         self.pids: set[int] = set()  # of every process that was ever seen
 
     def run(self, fault: Fault) -> None:
         """From the fault to its end; on a thread of its own."""
         who, _, what = fault.kind.partition(" ")
         target = self._claim(who)
+        if not target:
+            return  # no stream is left to disturb
         fault.target = target
         try:
             getattr(self, f"_{who}")(fault, target, what)
@@ -113,8 +116,11 @@ class Acts:
                     self._busy -= {name for name in self._busy if name.startswith("api")}
 
     def _claim(self, who: str) -> str:
-        """A target that no other fault holds; waits for one. The scheduler as a whole is the core and the workers."""
+        """A target that no other fault holds; waits for one, and returns "" once `stop` was called. The scheduler as a
+        whole is the core and the workers."""
         for _ in bounded(WAIT, f"no {who} is free"):
+            if self._stopped.is_set():
+                return ""
             with self._lock:
                 names = {
                     "executor": sorted(self._cluster.executors),
@@ -132,6 +138,10 @@ class Acts:
                     self._busy.add(target)
                     return target
         raise AssertionError
+
+    def stop(self) -> None:
+        """Faults that wait for their target are not begun any more."""
+        self._stopped.set()
 
     def _begin(self, fault: Fault) -> None:
         fault.when, fault.monotonic = time.time(), time.monotonic()

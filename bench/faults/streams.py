@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import grpc
@@ -149,12 +149,15 @@ async def run_all(
     concurrency: int,
     addresses: int,
     on_tokens: Callable[[int], None] = lambda count: None,
+    gate: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Outcome]:
-    """All of them, ``concurrency`` at a time, over the clients in turn."""
+    """All of them, ``concurrency`` at a time, over the clients in turn; each passes the ``gate`` first."""
     turn = asyncio.Semaphore(concurrency)
 
     async def limited(index: int, request: pb.GenerateRequest) -> Outcome:
         async with turn:
+            if gate is not None:
+                await gate()
             return await run_one(clients[index % len(clients)], index, request, addresses, on_tokens)
 
     return list(await asyncio.gather(*(limited(i, request) for i, request in enumerate(requests))))

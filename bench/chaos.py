@@ -6,7 +6,8 @@ Real processes: one scheduler service (a core, two API workers) and executors be
 Faults are fired by the tokens that have come, in a seeded order: SIGKILL, SIGSTOP (long enough to be given up, and
 shorter), SIGTERM, and partitions, of every kind of process. The model is tiny, random and float32 unless --model names
 another. Keys of the JSON: ``lost``, ``duplicated``, ``changed`` (streams), ``problems`` (broken invariants and leaks),
-``orphans``, ``false_deaths``, and the times. Exit status 0: all of these are empty.
+``health_lies`` (SERVING for more than 2 s while nobody could be served), ``orphans``, ``false_deaths``, and the times.
+Exit status 0: all of these are empty.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from bench.faults import log_watch
 from bench.faults.acts import KINDS, LONG_FREEZE, SILENT, Acts, Fault, schedule
+from bench.faults.health import Watchman
 from bench.faults.relay import Relay
 from bench.faults.streams import Outcome, kind_of, make_requests, run_all, run_one, with_stop
 from bench.faults.verdict import gap_at, judge, percentile, spread
@@ -37,6 +38,10 @@ from tests.e2e.verify import settled
 
 EXPLAINED_FOR = LONG_FREEZE + 8.0  # seconds after a fault's begin in which a death may still be its own
 PREFILL_PROBE = 1024  # tokens
+MUST_BE_EMPTY = (
+    *("lost", "duplicated", "changed", "problems", "health_lies"),
+    *("orphans", "false_deaths", "faults_failed", "undetected"),
+)
 APART = 2.0  # seconds between the end of a fault and the next one
 MOST_PENDING = 3  # faults under way
 CLIENTS = 6  # each with a connection of its own, so that every API worker has some
@@ -76,7 +81,7 @@ class Chaos:
         self.cluster = Cluster(folder)
         self.relays: dict[str, Relay] = {}
         self.faults: list[Fault] = []
-        self.problems: list[str] = []
+        self.watchman = Watchman(self.cluster.address, self.cluster.front_endpoint)
         self.tokens = 0
 
     async def run(self) -> dict[str, Any]:
@@ -173,7 +178,7 @@ class Chaos:
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
         stop = threading.Event()
-        checker = asyncio.create_task(asyncio.to_thread(self._check_invariants, stop))
+        checker = asyncio.create_task(asyncio.to_thread(self.watchman.run, stop))
         try:
             outcomes = await run_all(clients, requests, self.args.concurrency, 1, on_tokens, gate)
             acts.stop()
@@ -184,27 +189,12 @@ class Chaos:
             pool.shutdown(wait=False)
         return outcomes
 
-    def _check_invariants(self, stop: threading.Event) -> None:
-        """About once a second, throughout: the core checks its own state."""
-        from tests.e2e.status import StatusClient
-
-        client = StatusClient(self.cluster.front_endpoint)
-        try:
-            while not stop.wait(1.0):
-                try:
-                    status = client.get(timeout=2.0, check_invariants=True)
-                except TimeoutError:
-                    continue  # the core is away or frozen: what this run is about
-                self.problems += status["problems"]
-        finally:
-            client.close()
-
     def _settle(self) -> None:
         try:
             self.cluster.wait_ready(self.args.executors)
             settled(self.cluster)
         except AssertionError as error:
-            self.problems.append(f"not settled: {error}"[:2000])
+            self.watchman.problems.append(f"not settled: {error}"[:2000])
 
     # -- the verdict -------------------------------------------------------------------------------------------------
 
@@ -247,7 +237,8 @@ class Chaos:
             "apart": self.args.apart,
             "tokens": sum(outcome.tokens for outcome in expected),
             **verdicts,
-            "problems": sorted(set(self.problems)),
+            "problems": sorted(set(self.watchman.problems)),
+            "health_lies": self.watchman.lies,
             "orphans": sorted(pid for pid in acts.pids if not gone(pid)),
             "false_deaths": [
                 f"{event}: {who}"
@@ -312,9 +303,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         args.json.write_text(text + "\n")
     print(text)
-    bad = ("lost", "duplicated", "changed", "problems", "orphans", "false_deaths", "faults_failed", "undetected")
-    failed: Callable[[str], bool] = lambda key: bool(report[key])  # noqa: E731
-    return 1 if any(map(failed, bad)) else 0
+    return 1 if any(report[key] for key in MUST_BE_EMPTY) else 0
 
 
 if __name__ == "__main__":

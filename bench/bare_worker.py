@@ -1,4 +1,4 @@
-"""An API worker without an API, for tests and measures: attaches to a core over ipc, submits token ids, counts tokens and gives credit."""
+"""An API worker without an API, for tests and measures: submits token ids to a core, counts tokens, gives credit."""
 
 from __future__ import annotations
 

@@ -253,10 +253,10 @@ class Driver:
         for worker in self.workers:
             for (number, choice), outputs in worker.outputs.items():
                 expected = expected_outputs(worker.submits[number], choice)
-                assert outputs == expected[: len(outputs)]
+                assert outputs == expected[: len(outputs)], f"{(number, choice)}: other tokens than alone"
                 end = worker.ends[(number, choice)]
                 if isinstance(end, front.Finished) and end.reason in (front.LENGTH, front.STOP_EOS):
-                    assert outputs == expected
+                    assert outputs == expected, f"{(number, choice)}: fewer tokens than alone"
 
 
 CONFIGS: list[dict[str, Any]] = [

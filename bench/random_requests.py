@@ -154,7 +154,11 @@ def resident(pids: dict[str, int]) -> dict[str, float]:
 
 async def run(args: argparse.Namespace, cluster: Any, settled: Any) -> dict[str, Any]:
     campaign = Campaign(cluster.address, args.seed)
-    pids = {"core": cluster.pids("core")[0], "api": cluster.pids("api")[0], "executor": cluster.executors["only"].pid}
+    pids = {
+        "core": cluster.pids("core")[0],
+        "api": cluster.pids("api")[0],
+        "executor": cluster.executors[args.executor].pid,
+    }
     memory: list[dict[str, float]] = []
     began = time.monotonic()
     numbers = iter(range(args.requests))
@@ -205,8 +209,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=24)
     parser.add_argument("--pause-every", type=int, default=500, metavar="REQUESTS", help="look at everything")
+    parser.add_argument("--kv-blocks", type=int, default=96, help="of 16 tokens: few, so that requests are preempted")
     parser.add_argument("--growth", type=float, default=24.0, metavar="MIB", help="what counts as flat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    parser.set_defaults(executor="only")
     args = parser.parse_args()
     # The processes' harness and the tiny model are those of the tests.
     from tests.e2e.harness import Cluster
@@ -219,7 +225,9 @@ def main() -> int:
         with Cluster(folder / "services") as cluster:
             model = make_tiny_llama(folder / "tiny", max_position_embeddings=1024)
             cluster.start_executor("only", model)
-            cluster.start_scheduler("--tenant-limits", str(folder / "limits.json"), "--kv-blocks-limit", "256")
+            cluster.start_scheduler(
+                "--tenant-limits", str(folder / "limits.json"), "--kv-blocks-limit", str(args.kv_blocks)
+            )
             cluster.wait_ready()
             record = asyncio.run(run(args, cluster, settled))
     text = json.dumps(record, indent=1)

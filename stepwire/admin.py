@@ -90,6 +90,8 @@ def _why_lines(answer: pb.ExplainRequestResponse) -> str:
         if choice.preemptions or choice.deaths:
             parts.append(f"{choice.preemptions} preemptions, {choice.deaths} deaths")
         lines.append(", ".join(parts))
+        for other in choice.passed_by:
+            lines.append(f"    passed by {other.request_id} {other.seconds_ago:.1f} s ago: {other.rule}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from protos.stepwire.v1 import inference_pb2 as pb
 
 VOCAB = 384
-CONTEXT = 1024
 EOS = 2
 _WORDS = ["the", "quick", "fox", "caf\u00e9", "\u4f60\u597d", "\U0001f600", "<|im_end|>", "12", "{}", "\n", "a" * 40]
 
@@ -173,7 +172,7 @@ _BREAKS: dict[str, Callable[[pb.GenerateRequest], Any]] = {
     "stop_token_ids": lambda r: r.stopping.stop_token_ids.append(2**32 - 1),
     "logprobs": lambda r: setattr(r.output, "logprobs", 21),
     "prompt": lambda r: r.ClearField(r.WhichOneof("prompt")),
-    "too long": lambda r: r.token_ids.ids.extend([7] * CONTEXT),
+    "too long": lambda r: r.token_ids.ids.extend([7] * 5000),
     "priority": lambda r: setattr(r, "priority", 101),
     "request_id": lambda r: setattr(r, "request_id", "x" * 129),
     "continue_from": lambda r: r.continue_from.add(index=99),

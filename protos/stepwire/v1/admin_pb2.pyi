@@ -143,8 +143,20 @@ class ExplainRequestRequest(_message.Message):
     request_id: str
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
+class Overtaker(_message.Message):
+    __slots__ = ("request_id", "tenant", "seconds_ago", "rule")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant: str
+    seconds_ago: float
+    rule: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., seconds_ago: _Optional[float] = ..., rule: _Optional[str] = ...) -> None: ...
+
 class ChoiceState(_message.Message):
-    __slots__ = ("index", "state", "waits_for", "outputs", "preemptions", "deaths", "executor", "ahead", "waiting_seconds")
+    __slots__ = ("index", "state", "waits_for", "outputs", "preemptions", "deaths", "executor", "ahead", "waiting_seconds", "passed", "passed_by")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
@@ -154,6 +166,8 @@ class ChoiceState(_message.Message):
     EXECUTOR_FIELD_NUMBER: _ClassVar[int]
     AHEAD_FIELD_NUMBER: _ClassVar[int]
     WAITING_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PASSED_FIELD_NUMBER: _ClassVar[int]
+    PASSED_BY_FIELD_NUMBER: _ClassVar[int]
     index: int
     state: str
     waits_for: str
@@ -163,7 +177,9 @@ class ChoiceState(_message.Message):
     executor: str
     ahead: int
     waiting_seconds: float
-    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., waits_for: _Optional[str] = ..., outputs: _Optional[int] = ..., preemptions: _Optional[int] = ..., deaths: _Optional[int] = ..., executor: _Optional[str] = ..., ahead: _Optional[int] = ..., waiting_seconds: _Optional[float] = ...) -> None: ...
+    passed: int
+    passed_by: _containers.RepeatedCompositeFieldContainer[Overtaker]
+    def __init__(self, index: _Optional[int] = ..., state: _Optional[str] = ..., waits_for: _Optional[str] = ..., outputs: _Optional[int] = ..., preemptions: _Optional[int] = ..., deaths: _Optional[int] = ..., executor: _Optional[str] = ..., ahead: _Optional[int] = ..., waiting_seconds: _Optional[float] = ..., passed: _Optional[int] = ..., passed_by: _Optional[_Iterable[_Union[Overtaker, _Mapping]]] = ...) -> None: ...
 
 class ExplainRequestResponse(_message.Message):
     __slots__ = ("request_id", "model", "tenant", "priority", "age", "reason", "choices")

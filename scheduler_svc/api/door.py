@@ -51,6 +51,9 @@ def check_against(request: pb.GenerateRequest, model: Model) -> None:
     kind = request.WhichOneof("prompt")
     vocab = model.state.vocab_size
     if kind == "token_ids":
+        # Counted before they are looked at: a message has room for many millions, and the others wait meanwhile.
+        if len(request.token_ids.ids) >= model.state.context_length:
+            raise _too_long(len(request.token_ids.ids), model)
         check_ids("token_ids", request.token_ids.ids, vocab)
     else:
         check_text(kind, model)
@@ -64,9 +67,15 @@ def check_against(request: pb.GenerateRequest, model: Model) -> None:
     for token in request.sampling.logit_bias:
         if token >= vocab:
             raise invalid(f"sampling.logit_bias[{token}]", token, f"below {vocab}, the model's vocabulary")
+    if len(request.sampling.allowed_token_ids) > vocab:
+        ids = f"{len(request.sampling.allowed_token_ids)} ids"
+        raise invalid("sampling.allowed_token_ids", ids, f"at most {vocab}, the model's vocabulary, no id twice")
     check_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids, vocab)
     _check_drawable(request, model)
     for i, choice in enumerate(request.continue_from):
+        if len(choice.token_ids) > model.state.context_length:
+            context = f"at most {model.state.context_length}, the model's context"
+            raise invalid(f"continue_from[{i}].token_ids", f"{len(choice.token_ids)} ids", context)
         check_ids(f"continue_from[{i}].token_ids", choice.token_ids, vocab)
 
 
@@ -117,11 +126,7 @@ def check_length(request: pb.GenerateRequest, model: Model, prompt_tokens: int) 
     if prompt_tokens == 0:
         raise invalid("prompt", "empty", "at least one token")
     if prompt_tokens >= state.context_length:
-        raise invalid(
-            "prompt",
-            f"{prompt_tokens} tokens",
-            f"fewer than the context's {state.context_length}, which hold prompt and output together",
-        )
+        raise _too_long(prompt_tokens, model)
     if 0 < state.max_sequence_tokens <= prompt_tokens:
         raise invalid(
             "prompt",
@@ -141,6 +146,14 @@ def check_length(request: pb.GenerateRequest, model: Model, prompt_tokens: int) 
                 f"{values} values over the prompt",
                 f"at most {MAX_PROMPT_LOGPROBS} values: fewer alternatives, or a shorter prompt",
             )
+
+
+def _too_long(prompt_tokens: int, model: Model) -> Refusal:
+    return invalid(
+        "prompt",
+        f"{prompt_tokens} tokens",
+        f"fewer than the context's {model.state.context_length}, which hold prompt and output together",
+    )
 
 
 def _check_prompt_form(request: pb.GenerateRequest | pb.TokenizeRequest) -> None:

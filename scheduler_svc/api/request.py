@@ -24,10 +24,8 @@ from scheduler_svc.api.text.chat_template import TemplateFault
 from scheduler_svc.api.text.detokenizer import Detokenizer
 from scheduler_svc.api.text.output import Output
 from scheduler_svc.api.text.stops import StopStrings
-from scheduler_svc.api.text.tokenizer import MAX_PIECE_BYTES
+from scheduler_svc.api.text.tokenizer import MAX_PIECE_BYTES, SHORT_TEXT
 from scheduler_svc.prefix_hash import block_hashes
-
-INLINE_CHARS = 2048  # a text up to this long is encoded at once: a thread would cost more
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +180,10 @@ async def encode(
     if kind == "text":
         size = len(proto.text)
     else:
-        size = sum(len(message.content) for message in proto.chat.messages)
+        size = sum(len(message.role) + len(message.content) for message in proto.chat.messages)
     if size > most:
         raise invalid(kind, f"{size} characters", f"at most {most}: the context is {model.state.context_length} tokens")
-    if kind == "text" and size <= INLINE_CHARS:
+    if kind == "text" and size <= SHORT_TEXT:
         ids = _encode_text(proto, model, bos)
     else:
         loop = asyncio.get_running_loop()

@@ -43,7 +43,12 @@ REFUSED: list[tuple[pb.GenerateRequest, str, tuple[str, ...]]] = [
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 401])), "token_ids[1]", ("401", "below")),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[2**32 - 1])), "token_ids[0]", ("4294967295", "401")),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 256)), "prompt", ("256 tokens", "256")),
+    # Too many are refused before any of them is looked at: tens of millions fit into a message.
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[401] * 256)), "prompt", ("256 tokens",)),
+    (sampling(allowed_token_ids=[1] * 402), "sampling.allowed_token_ids", ("402 ids", "at most 401")),
+    (continued(pb.ContinuedChoice(token_ids=[401] * 257, finished=True)), "continue_from[0].token_ids", ("257 ids",)),
     (pb.GenerateRequest(text="the " * 300), "prompt", ("tokens", "256")),
+    (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="x" * 200_000)])), "chat", ("200000 characters",)),
     (pb.GenerateRequest(text="x" * 200_000), "text", ("200000 characters",)),
     (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", ("0 messages",)),
     (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(content="x")])), "chat.messages[0].role", ("empty",)),

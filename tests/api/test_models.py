@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import urllib.request
 
 import pytest
@@ -111,6 +112,21 @@ def test_a_prompt_is_never_cut_or_padded() -> None:
     made = Tokenizer(tokenizer.to_str().encode(), {})
     text = "the quick brown fox"
     assert made.encode(text, bos=True) == byte_level().encode(text, add_special_tokens=False).ids
+
+
+def test_others_run_while_a_long_text_is_encoded() -> None:
+    """An API worker that encodes a prompt of some megabytes still serves, and shows its supervisor that it lives."""
+    made = Tokenizer(byte_level().to_str().encode(), {})
+    text = "the quick brown fox " * 25_000
+    encoding = threading.Thread(target=made.encode, args=(text,), kwargs={"bos": True})
+    turns = 0
+    encoding.start()
+    while encoding.is_alive():
+        turns += 1
+        encoding.join(0.001)
+    assert turns > 20
+    short = "the quick brown fox " * 200  # long enough for the other path
+    assert made.encode(short, bos=True) == byte_level().encode(short, add_special_tokens=False).ids
 
 
 def test_defaults() -> None:

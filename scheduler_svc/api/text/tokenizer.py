@@ -10,6 +10,7 @@ from scheduler_svc.api.text.pieces import PieceTable, UnsupportedDecoder
 
 # No vocabulary has a piece this long: a text above this many bytes a token of context cannot fit, whatever it says.
 MAX_PIECE_BYTES = 512
+SHORT_TEXT = 2048  # characters that are encoded in less time than a thread, or a release of the GIL, would cost
 
 
 class BadTokenizer(ValueError):
@@ -17,7 +18,7 @@ class BadTokenizer(ValueError):
 
 
 class Tokenizer:
-    """``pieces`` is for decoding. Encoding releases the GIL: long texts are encoded in a thread (see request.py)."""
+    """``pieces`` is for decoding. Encoding a long text releases the GIL: it belongs in a thread (see request.py)."""
 
     def __init__(self, tokenizer_json: bytes, config: dict[str, Any]) -> None:
         try:
@@ -37,7 +38,11 @@ class Tokenizer:
     def encode(self, text: str, *, bos: bool) -> list[int]:
         """Token ids of ``text``; special tokens spelled out in it are recognised. ``bos``: begin as the tokenizer
         begins a text (nothing, for many models); never adds an end-of-text token."""
-        ids: list[int] = self._hf.encode(text, add_special_tokens=False).ids
+        # Of the library's calls only the batch ones release the GIL. Seconds of `encode` would stop the whole process.
+        if len(text) <= SHORT_TEXT:
+            ids: list[int] = self._hf.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._prefix + ids if bos else ids
 
     def _bos_prefix(self, config: dict[str, Any]) -> list[int]:

@@ -96,7 +96,7 @@ def build(
 def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str, bos: bool) -> pb.TokenizeRequest:
     if isinstance(prompt, str):
         return pb.TokenizeRequest(model=model, text=prompt, no_bos=not bos)
-    return pb.TokenizeRequest(model=model, chat=build(prompt).chat)
+    return pb.TokenizeRequest(model=model, chat=build(prompt).chat, no_bos=not bos)
 
 
 def detokenize_request(ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:

@@ -50,6 +50,7 @@ class FakeServer(pb_grpc.InferenceServicer):
     def __post_init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.deadlines: list[float] = []
+        self.metadata: list[dict[str, str | bytes]] = []
         self.cancelled = threading.Event()
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=8))
         pb_grpc.add_InferenceServicer_to_server(self, self._server)
@@ -73,6 +74,7 @@ class FakeServer(pb_grpc.InferenceServicer):
     ) -> Iterator[pb.GenerateStreamResponse]:
         call = len(self.requests)
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         self.deadlines.append(context.time_remaining())
         if self.hold and not context.add_callback(self.cancelled.set):
             self.cancelled.set()  # ended already
@@ -98,12 +100,18 @@ class FakeServer(pb_grpc.InferenceServicer):
         started = pb.Started(
             request_id=request.request_id or f"drawn-{len(self.requests)}", model="fake", seed=seed, prompt_tokens=3
         )
+        wants = request.output
+        if wants.prompt_token_ids:
+            started.prompt_token_ids.extend([11, 12, 13])
         first = True
         while len(finished) < n:
             message = pb.GenerateStreamResponse()
             if first:
                 message.started.CopyFrom(started)
                 first = False
+                if wants.HasField("prompt_logprobs") and not any(done.values()):
+                    message.prompt_logprobs.add(token_id=12, logprob=-0.5, rank=1)
+                    message.prompt_logprobs.add(token_id=13, logprob=-1.5, rank=4)
             for choice in range(n):
                 if choice in finished:
                     continue
@@ -111,6 +119,11 @@ class FakeServer(pb_grpc.InferenceServicer):
                 ids = [token(seed, choice, p) for p in range(at, min(limit, at + self.tokens_per_message))]
                 done[choice] = at + len(ids)
                 delta = message.choices.add(index=choice, token_ids=ids, text="".join(map(piece, ids)))
+                if wants.HasField("logprobs"):
+                    for token_id in ids:
+                        entry = delta.logprobs.add(token_id=token_id, logprob=-token_id / 4096, rank=2)
+                        for k in range(wants.logprobs):
+                            entry.top.add(token_id=k, logprob=-k)
                 if done[choice] >= limit - choice:  # later choices are shorter
                     delta.finish.reason = pb.FINISH_REASON_LENGTH
                     finished.add(choice)
@@ -118,6 +131,14 @@ class FakeServer(pb_grpc.InferenceServicer):
         yield pb.GenerateStreamResponse(
             usage=pb.Usage(prompt_tokens=3, completion_tokens=sum(done.values()), cached_tokens=2)
         )
+
+    def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
+        text = request.text or "|".join(f"{m.role}:{m.content}" for m in request.chat.messages)
+        return pb.TokenizeResponse(model="fake", ids=[*([] if request.no_bos else [1]), *text.encode()])
+
+    def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.ServicerContext) -> pb.DetokenizeResponse:
+        skip = request.skip_special_tokens or not request.HasField("skip_special_tokens")
+        return pb.DetokenizeResponse(model="fake", text="".join(map(piece, request.ids)) + ("" if skip else "<s>"))
 
     def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
         model = pb.Model(

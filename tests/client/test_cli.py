@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import grpc
 
@@ -40,7 +41,10 @@ def test_every_flag_reaches_the_request() -> None:
             "generate", "--token-ids", "4,5", "--address", server.address, "--max-tokens", "2", "--model", "fake",
             "--temperature", "0.5", "--top-k", "9", "--top-p", "0.75", "--min-p", "0.25", "--seed", "0", "-n", "2",
             "--stop", "a", "--stop", "b", "--stop-token-id", "7", "--ignore-eos", "--priority", "-3",
-            "--request-id", "r1", "--timeout", "50",
+            "--request-id", "r1", "--timeout", "50", "--repetition-penalty", "1.5", "--frequency-penalty", "-0.5",
+            "--presence-penalty", "2", "--logit-bias", "5=-inf", "--logit-bias", "6=1.5", "--allowed-token-ids", "6,7",
+            "--min-tokens", "1", "--include-stop", "--logprobs", "3", "--prompt-logprobs", "0", "--prompt-token-ids",
+            "--show-special-tokens", "--tenant", "acme", "--bypass-prefix-cache",
         )  # fmt: skip
         request = server.requests[0]
         assert 0 < server.deadlines[0] <= 50
@@ -52,6 +56,16 @@ def test_every_flag_reaches_the_request() -> None:
     assert sampling.n == 2
     assert (list(stopping.stop), list(stopping.stop_token_ids), stopping.ignore_eos) == (["a", "b"], [7], True)
     assert (request.model, request.priority, request.request_id) == ("fake", -3, "r1")
+    assert (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty) == (1.5, -0.5, 2.0)
+    assert dict(sampling.logit_bias) == {5: float("-inf"), 6: 1.5}
+    assert list(sampling.allowed_token_ids) == [6, 7]
+    assert (stopping.min_tokens, stopping.include_stop) == (1, True)
+    output = request.output
+    assert (output.logprobs, output.prompt_logprobs, output.prompt_token_ids) == (3, 0, True)
+    assert output.HasField("prompt_logprobs")
+    assert output.HasField("skip_special_tokens")
+    assert not output.skip_special_tokens
+    assert (request.tenant, request.bypass_prefix_cache) == ("acme", True)
     assert "--- choice 1\n" + expected_text(0, 1, 1) in done.stdout
 
 
@@ -91,6 +105,26 @@ def test_models() -> None:
         as_json = run("models", "--json", "--address", server.address)
     assert text.stdout == "fake  llama  context 128  executors 1 ready, 2 expected  accepts text, chat, ids\n"
     assert json.loads(as_json.stdout)[0]["name"] == "fake"
+
+
+def test_tokenize_and_detokenize() -> None:
+    with FakeServer() as server:
+        at = ("--address", server.address)
+        assert run("tokenize", "ab", *at).stdout == "1,97,98\n"
+        assert run("tokenize", "-", "--no-bos", "--json", *at, stdin="a").stdout == "[97]\n"
+        assert run("detokenize", "7,8", *at).stdout == "<7><8>\n"
+        assert run("detokenize", "7", "--show-special-tokens", "--json", *at).stdout == '"<7><s>"\n'
+
+
+def test_a_key_file_becomes_the_bearer(tmp_path: Path) -> None:
+    (tmp_path / "key").write_text("sk-123\n")
+    with FakeServer() as server:
+        done = run(
+            "generate", "x", "--max-tokens=1", "--address", server.address, "--api-key-file", str(tmp_path / "key")
+        )
+        assert server.metadata[0]["authorization"] == "Bearer sk-123"
+    assert done.returncode == 0, done.stderr
+    assert run("models", "--api-key-file", str(tmp_path / "absent")).returncode == 1
 
 
 def test_probe_without_a_server_is_status_1() -> None:

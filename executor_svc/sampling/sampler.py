@@ -47,14 +47,13 @@ def sample(logits: Float32, rows: SampleRows) -> SamplerOutput:
     for i, sequence in rows.special:
         if ok[i]:
             try:
-                raw_row = _apply_rules(logits[i], sequence, int(rows.outputs[i]))
+                raw_row, tokens[i] = _apply_rules(logits[i], sequence, int(rows.outputs[i]), int(tokens[i]))
             except RowError as error:
                 ok[i] = False
                 faults.append(_fault(rows, i, error.status, error.detail))
                 continue
             if raw_row is not None:
                 raw[i] = raw_row
-            tokens[i] = logits[i].argmax()
             tops[i] = logits[i, tokens[i]]
     if rows.draws is not None:
         _draw(logits, tops, ok, rows.draws, rows, tokens)
@@ -64,8 +63,9 @@ def sample(logits: Float32, rows: SampleRows) -> SamplerOutput:
     return SamplerOutput(tokens, ok, tuple(faults), logprobs)
 
 
-def _apply_rules(row: Float32, sequence: Sequence, output_position: int) -> Float32 | None:
-    """Change the row as its rules say; returns the raw row where logprobs of it are wanted. Raises RowError."""
+def _apply_rules(row: Float32, sequence: Sequence, output_position: int, likeliest: int) -> tuple[Float32 | None, int]:
+    """Change the row, whose argmax is ``likeliest``, as its rules say. Returns the raw row where its logprobs are
+    wanted, and the argmax after. Raises RowError."""
     if sequence.fault is not None:
         raise sequence.fault
     rules = sequence.rules
@@ -75,12 +75,13 @@ def _apply_rules(row: Float32, sequence: Sequence, output_position: int) -> Floa
         raw = row.copy() if rules.adjusts else row
     if rules.adjusts:
         adjust(row, rules, output_position)
-        highest = row.max()
+        likeliest = int(row.argmax())
+        highest = row[likeliest]
         if highest == -np.inf:
             raise RowError(ALL_MASKED, "no id may be drawn: every one is masked")
         if not np.isfinite(highest):
             raise RowError(NON_FINITE, "bias and penalties leave no finite logits")
-    return raw
+    return raw, likeliest
 
 
 def _draw(logits: Float32, tops: Float32, ok: Bool, draws: DrawParams, rows: SampleRows, tokens: Int64) -> None:

@@ -17,6 +17,7 @@ from scheduler_svc.core.kv_peak import peak_blocks
 from scheduler_svc.core.prefix_cache import Entry
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence
+from scheduler_svc.core.slots import PREFILL
 
 _SOON = 0.5  # seconds since its last answer: a busy executor that will plan again soon
 
@@ -75,9 +76,11 @@ class Routing:
         high = table.high
         occupied = table.live_generation[:high] >= 0
         limits = table.limit[:high][occupied].astype(np.int64) - 1
-        tokens = np.minimum(table.planned_length[:high][occupied], limits)
-        tokens = np.append(tokens, min(sequence.known, last))
-        return peak_blocks(tokens, np.append(limits, last), size) <= allowed
+        # What the next row of each needs: one that prefills is then a token longer.
+        tokens = table.planned_length[:high][occupied] + (table.phase[:high][occupied] == PREFILL)
+        tokens = np.append(np.minimum(tokens, limits), min(sequence.known + 1, last))
+        # Blocks are given back when the last token was answered, up to `depth` plans later.
+        return peak_blocks(tokens + self._depth, np.append(limits, last) + self._depth, size) <= allowed
 
     def better_place(
         self, here: ExecutorState, sequence: Sequence, hits: list[Entry], left_to: Counter[bytes], now: float

@@ -16,6 +16,7 @@ from tests.e2e.process import POLL
 from tests.e2e.streams import GREEDY, Answer, common_requests, generate, ids, one, request
 from tests.e2e.verify import settled
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 MODULE = "tests.e2e.planted_executor"
 
 
@@ -57,8 +58,6 @@ def planted(tiny: Path, tmp_path: Path) -> Iterator[Cluster]:
             stop.set()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("token", [EXIT, HANG])
 def test_a_request_that_kills_its_executors(planted: Cluster, alone: list[Answer], token: int) -> None:
     with ThreadPoolExecutor(1) as pool:

@@ -107,12 +107,11 @@ def test_min_tokens_puts_off_stop_strings(text: str, stops: list[str], least: in
     out = output(stops, min_tokens=least)
     out.push(ids)
     # By definition: the first token, from the least-th on, with which the text so far holds a new stop string's end.
-    lengths = [len(BYTE.decode(ids[:k])) for k in range(len(ids) + 1)]
-    for k, (low, high) in enumerate(pairwise(lengths), 1):
-        if k < least or "\ufffd" in BYTE.decode(ids[:k]):
+    texts = [BYTE.decode(ids[:k]).rstrip("\ufffd") for k in range(len(ids) + 1)]  # without the start of a character
+    for k, (before, done) in enumerate(pairwise(texts), 1):
+        if k < least:
             continue
-        done = BYTE.decode(ids[:k])
-        ended = [e for e in range(low + 1, high + 1) if any(done[:e].endswith(stop) for stop in stops)]
+        ended = [e for e in range(len(before) + 1, len(done) + 1) if any(done[:e].endswith(stop) for stop in stops)]
         if ended:
             stop = max((s for s in stops if done[: ended[0]].endswith(s)), key=len)
             assert out.end is not None

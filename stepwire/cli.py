@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -103,6 +104,7 @@ def parser() -> argparse.ArgumentParser:
     detokenize.add_argument("--model", default="")
     detokenize.add_argument("--show-special-tokens", action="store_true")
     admin.add_parsers(commands, common)
+    commands.add_parser("replay", add_help=False, help="run a recorded scheduler core again (--help for its options)")
     return top
 
 
@@ -259,7 +261,10 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["replay"]:  # the scheduler's own, where it is installed: this package does not import it
+        return subprocess.call([sys.executable, "-m", "scheduler_svc.replay", *given[1:]])
+    args = parser().parse_args(given)
     try:
         _run(args)
         return 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from scheduler_svc import logs
 from scheduler_svc.api.core_link import LinkConfig
 from scheduler_svc.api.security import TlsFiles, is_local
-from scheduler_svc.api.server import ApiServer, ServerConfig
+from scheduler_svc.api.server import MAX_REQUEST_BYTES, ApiServer, ServerConfig
 from scheduler_svc.api.service import ServiceConfig
 from scheduler_svc.api.tenancy import MIN_KEY_CHARS, load_keys
 from scheduler_svc.pulse import beat
@@ -43,7 +43,10 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("--leave-grace", type=_seconds, default=2.0, help="SIGTERM: still accepting for (%(default)s s)")
     parse.add_argument("--drain-limit", type=_seconds, default=60.0, help="... then streams may take (%(default)s s)")
     parse.add_argument(
-        "--max-message-bytes", type=_positive, default=64 * 1024 * 1024, help="largest request (%(default)s)"
+        "--max-message-bytes",
+        type=_positive,
+        default=MAX_REQUEST_BYTES,
+        help="largest request; the others wait while it is parsed, at worst 0.1 s a MiB (%(default)s)",
     )
     parse.add_argument("--api-keys", type=Path, metavar="FILE", help="ask for API keys: lines of TENANT KEY")
     parse.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve TLS with this certificate chain (PEM)")

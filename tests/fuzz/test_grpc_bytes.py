@@ -10,6 +10,7 @@ import pytest
 
 from protos import front
 from protos.stepwire.v1 import inference_pb2 as pb
+from scheduler_svc.api.server import MAX_REQUEST_BYTES
 from tests.api.rig import ANSWER_IDS, Rig, rig, run_async, text_request
 from tests.api.slow_client import PREFACE, frame
 from tests.fuzz.frames import load, mutated
@@ -83,6 +84,16 @@ async def test_messages_that_are_too_large() -> None:
             await r.stub.Generate(text_request("x" * 200_000))
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert (await r.stub.Tokenize(pb.TokenizeRequest(text="fox"))).ids
+
+
+@run_async
+async def test_messages_of_empty_parts() -> None:
+    """Two bytes a part: the default limit is what keeps their parsing short."""
+    async with rig() as r:
+        prompt = pb.GenerateRequest(text="fox").SerializeToString()
+        parts = b"\x42\x00" * (MAX_REQUEST_BYTES // 2 - len(prompt))
+        assert await status_of(r, "Generate", prompt + parts) == "INVALID_ARGUMENT"
+        assert await status_of(r, "Generate", prompt + 2 * parts) == "RESOURCE_EXHAUSTED"
 
 
 @run_async

@@ -167,6 +167,7 @@ class Residency:
         sequences = executor.residents()
         for sequence in sequences:
             executor.table.flush(sequence.slot)
+            self._charge_outputs(executor, sequence)
             sequence.slot = -1
         sequences += executor.settling.values()
         for sequence in sequences:
@@ -177,6 +178,11 @@ class Residency:
             sequence.numerics = executor.numerics
         return sequences
 
+    def _charge_outputs(self, executor: ExecutorState, sequence: Sequence) -> None:
+        """What its tenant was served since it was admitted here."""
+        table, slot = executor.table, sequence.slot
+        executor.model.queue.shares.charge(sequence.salt, int(table.length[slot] - table.admitted_length[slot]))
+
     def _vacate(self, executor: ExecutorState, sequence: Sequence) -> None:
         slot = sequence.slot
         executor.table.flush(slot)
@@ -184,8 +190,7 @@ class Residency:
         executor.prefilling.pop(slot, None)
         if len(sequence.hashes) > sequence.cache_count:
             self._filled(executor, sequence, sequence.hashes[sequence.cache_count :])
-        outputs = int(executor.table.length[slot] - executor.table.admitted_length[slot])
-        executor.model.queue.shares.charge(sequence.salt, outputs)
+        self._charge_outputs(executor, sequence)
         executor.pool.release(executor.table.drop(slot))
         executor.released.append(slot)
         if executor.isolated is sequence:

@@ -7,7 +7,7 @@ import pytest
 from tests.core.driver import driver_of
 
 EVENTS = 1000
-SEEDS = 22
+SEEDS = 16
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

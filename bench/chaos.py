@@ -174,7 +174,8 @@ class Chaos:
 
         async def gate() -> None:
             """Streams are there for the faults: none begins while many of these are still under way."""
-            while len(pending := [future for future in running if not future.done()]) >= MOST_PENDING:
+            most = 1 if self.args.apart else MOST_PENDING
+            while len(pending := [future for future in running if not future.done()]) >= most:
                 await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
 
         stop = threading.Event()

@@ -101,7 +101,9 @@ def _shown(kind: str, data: bytes) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scheduler_svc.replay", description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m scheduler_svc.replay", description=(__doc__ or "").split("\n\n")[0]
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--check-every", type=int, default=0, metavar="N", help="all invariants after every N calls")
     parser.add_argument("--executor", metavar="tcp://HOST:PORT", help="listen there, and compare an executor's tokens")

@@ -21,9 +21,16 @@ def _response(data: bytes) -> str:
     return STATUSES.get(data[1] if len(data) >= 2 and data[0] == 0x08 else 0, "UNKNOWN")
 
 
-def check(address: str, service: str = "", timeout: float = 3.0) -> str:
+def check(
+    address: str, service: str = "", timeout: float = 3.0, credentials: grpc.ChannelCredentials | None = None
+) -> str:
     """The health of a service ("": of the whole server), or the gRPC status name of a call that failed."""
-    with grpc.insecure_channel(address, (("grpc.enable_retries", 0),)) as channel:
+    options = (("grpc.enable_retries", 0),)
+    with (
+        grpc.insecure_channel(address, options)
+        if credentials is None
+        else grpc.secure_channel(address, credentials, options)
+    ) as channel:
         call = channel.unary_unary(
             "/grpc.health.v1.Health/Check", request_serializer=_request, response_deserializer=_response
         )

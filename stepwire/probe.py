@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from stepwire.credentials import tls
 from stepwire.health import check
 
 
@@ -13,8 +14,9 @@ def main() -> int:
     parser.add_argument("address", nargs="?", default="127.0.0.1:50051")
     parser.add_argument("--service", default="", help="a full service name; default: the whole server")
     parser.add_argument("--timeout", type=float, default=3.0, help="seconds")
+    parser.add_argument("--tls-ca", metavar="FILE", help="use TLS; this PEM says who signed the server")
     args = parser.parse_args()
-    status = check(args.address, args.service, args.timeout)
+    status = check(args.address, args.service, args.timeout, tls(args.tls_ca) if args.tls_ca else None)
     print(status)
     return 0 if status == "SERVING" else 1
 

@@ -53,7 +53,7 @@ class LinkConfig:
     down_limit: float = 15.0  # the link down for so long: open streams end UNAVAILABLE
     model_limit: float = 30.0  # a stream's model away for so long after a restart: the same
     asset_timeout: float = 10.0  # for one chunk of a file
-    status_timeout: float = 5.0  # for one answer about the core itself
+    status_timeout: float = 10.0  # for one answer about the core itself
     batch: int = 256  # messages handled before others have their turn
 
 

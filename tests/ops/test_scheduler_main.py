@@ -64,6 +64,17 @@ def test_flags_go_where_they_belong() -> None:
     assert service.patience(args).drain == 7.0 + 2.0 + service.DRAIN_MARGIN
 
 
+def test_the_admin_service_is_the_first_workers_and_off_by_default() -> None:
+    args, _ = service.parser().parse_known_args(["--admin", "127.0.0.1:7", "--admin-key-file", "k", "--api-keys", "f"])
+    first, second = (api.parser().parse_args(service.worker_command(args, "ipc:///f", i)[3:]) for i in (0, 1))
+    assert (first.admin, second.admin) == ("127.0.0.1:7", None)
+    assert (str(first.admin_key_file), str(second.api_keys)) == ("k", "f")
+    assert (
+        api.parser().parse_args(service.worker_command(service.parser().parse_args([]), "ipc:///f", 0)[3:]).admin
+        is None
+    )
+
+
 def test_one_worker_does_not_share_its_port() -> None:
     args = service.parser().parse_args([])
     assert "--reuse-port" not in service.worker_command(args, "ipc:///f", 0)

@@ -47,7 +47,7 @@ from protos.wire import Epoch
 log = logging.getLogger(__name__)
 
 SILENCE_LIMIT = 4.0  # seconds without a frame, while listening: the core pings four times a second
-FIRST_BACKOFF, LAST_BACKOFF = 0.1, 2.0  # seconds, doubled each time, each shortened at random by up to half
+FIRST_BACKOFF, LAST_BACKOFF = 0.1, 0.5  # seconds, doubled each time, each shortened at random by up to half
 LOAD_INTERVAL = 1.0  # seconds
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.pulse import Pulse
+from scheduler_svc.pulse import Pulse, computing
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,8 @@ class Watch:
     """Of a child's pulse (pulse.py), in seconds."""
 
     startup: float = 30.0  # until the first beat
-    silence: float = 4.0  # then it counts as frozen
+    silence: float = 4.0  # then it counts as frozen, unless it computes
+    busy: float = 30.0  # ... for no longer than this
 
 
 class Child:
@@ -153,14 +154,25 @@ class Child:
         return time.monotonic() - started
 
     async def _kill_when_silent(self, pulse: Pulse) -> None:
-        assert self._watch is not None
         pulse.started()
         try:
-            silent = await pulse.until_silent(self._watch.startup, self._watch.silence)
+            silent = await self._until_frozen(pulse)
             log.error("child is frozen, killing it", extra={"child": self.name, "silent": round(silent, 3)})
             self.signal(signal.SIGKILL)
         finally:
             pulse.close()
+
+    async def _until_frozen(self, pulse: Pulse) -> float:
+        """Returns for how long it has been silent."""
+        assert self._watch is not None
+        watch = self._watch
+        while True:
+            silent = await pulse.until_silent(watch.startup, watch.silence)
+            while silent > watch.silence:
+                busy = self._process is not None and await computing(self._process.pid)
+                silent = pulse.silent
+                if silent > watch.silence and (silent > watch.busy or not busy):
+                    return silent
 
     async def _pause(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):

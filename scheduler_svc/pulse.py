@@ -1,5 +1,8 @@
 """A child's pulse: a pipe on which its event loop writes a byte now and then. A process that lives but does not turn
 (stopped, stuck) has none.
+
+Nor has one that computes while it holds the interpreter's lock (a tokenizer of a quarter million tokens is being read),
+the longer the busier the machine is. ``computing`` tells the two apart.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import time
+from pathlib import Path
 
 INTERVAL = 0.25  # seconds between two beats
 _OVERSLEPT = 0.5  # seconds: so late means that the watcher itself stood still
@@ -21,6 +25,24 @@ async def beat(descriptor: int) -> None:
             with contextlib.suppress(BlockingIOError):  # the watcher stands still: it will find what is there
                 os.write(descriptor, b".")
             await asyncio.sleep(INTERVAL)
+
+
+async def computing(pid: int) -> bool:
+    """Whether a thread of the process runs, waits for a CPU, or has run within the last moments."""
+    before = _threads(pid)
+    await asyncio.sleep(INTERVAL)
+    after = _threads(pid)
+    return any(state == "R" for state, _ in after) or sum(t for _, t in after) > sum(t for _, t in before)
+
+
+def _threads(pid: int) -> list[tuple[str, int]]:
+    """Of each thread its state and the CPU time that it had, in ticks."""
+    threads = []
+    for stat in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it ended just now
+            state, *fields = stat.read_text().rpartition(")")[2].split()
+            threads.append((state, int(fields[10]) + int(fields[11])))  # utime and stime
+    return threads
 
 
 class Pulse:
@@ -55,6 +77,11 @@ class Pulse:
                 self._heard = now - limit + _OVERSLEPT  # what came meanwhile is still to be read
             elif now >= self._heard + limit:
                 return now - self._heard
+
+    @property
+    def silent(self) -> float:
+        """Seconds since something came."""
+        return time.monotonic() - self._heard
 
     def close(self) -> None:
         asyncio.get_running_loop().remove_reader(self._read)

@@ -146,7 +146,7 @@ def test_the_core_lives_on_while_the_workers_drain(start: Start) -> None:
     supervised = start(workers=1, worker="stubborn")
     supervised.all_up(2)
     supervised.process.send_signal(signal.SIGTERM)
-    supervised.wait_for_log(lambda log: "event=stopping" in log[-1])
+    supervised.wait_for_log(lambda log: any("event=stopping" in line for line in log))
     os.kill(supervised.pids["core"], signal.SIGKILL)
     assert supervised.event()[0] == "core"  # started again: streams that drain need it
     assert supervised.process.poll() is None
@@ -237,3 +237,10 @@ def test_a_worker_without_a_pulse_is_killed_and_started_again(start: Start) -> N
     assert int(pid) != frozen
     assert supervised.pids["w1"] == other
     supervised.wait_for_log(lambda log: any('event="child is frozen, killing it" child=w0' in line for line in log))
+
+
+def test_a_worker_that_computes_is_not_taken_for_frozen(start: Start) -> None:
+    """It reads a large tokenizer, say, with the interpreter's lock held: killed, it would do so again and again."""
+    supervised = start(workers=1, worker="busy")
+    supervised.all_up(2)  # it says so when it has computed
+    assert not any("frozen" in line for line in supervised.log), "".join(supervised.log)

@@ -68,6 +68,9 @@ class Planner:
 
     def plan(self, executor: ExecutorState, fleet: list[ExecutorState], now: float) -> StepPlan | None:
         """The next plan, already counted in the table and recorded as in flight; None when there is nothing to do."""
+        nothing_here = not (executor.table.used or executor.released) and executor.isolated is None
+        if nothing_here and not len(executor.model.queue):
+            return None  # an idle executor costs a large fleet nothing
         budget = executor.token_budget
         if self._config.max_batch_tokens:
             budget = min(budget, self._config.max_batch_tokens)

@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=24)
     parser.add_argument("--pause-every", type=int, default=500, metavar="REQUESTS", help="look at everything")
-    parser.add_argument("--kv-blocks", type=int, default=96, help="of 16 tokens: few, so that requests are preempted")
+    parser.add_argument("--kv-blocks", type=int, default=48, help="of 16 tokens: few, so that requests are preempted")
     parser.add_argument("--growth", type=float, default=24.0, metavar="MIB", help="what counts as flat")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
     parser.set_defaults(executor="only")

@@ -87,7 +87,7 @@ def _generate(rng: random.Random) -> tuple[pb.GenerateRequest, set[int]]:
         return rng.random() < chance
 
     sampling, stopping, output = request.sampling, request.stopping, request.output
-    stopping.max_tokens = rng.choice([1, 2, 5, 16, 40])
+    stopping.max_tokens = rng.choice([1, 2, 5, 16, 40, 160])
     if maybe(0.7):
         sampling.temperature = rng.choice([0.0, 1e-6, 0.5, 1.0, 100.0])
     if maybe():

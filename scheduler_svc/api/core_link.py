@@ -81,6 +81,7 @@ class CoreLink:
         self._leaving = False
         self._was_up = False  # in the last session
         self._heard = 0.0
+        self._told = False  # this session's Models came
         self._number = 0
         self._streams: dict[int, Stream] = {}  # submitted in this session, by number
         self._fingerprints: dict[str, str] = {}  # of this session's models
@@ -97,8 +98,9 @@ class CoreLink:
 
     @property
     def talks(self) -> bool:
-        """Up, and the core said something just now: one that is frozen serves nobody, long before it is given up."""
-        return self.up and time.monotonic() - self._heard < QUIET
+        """Up, its models known, and the core said something just now: one that is frozen serves nobody, long before it
+        is given up; and what an earlier core said of the fleet is not true of a new one."""
+        return self.up and self._told and time.monotonic() - self._heard < QUIET
 
     # ----------------------------------------------------------------------------------------------------------------
     # For the service
@@ -301,6 +303,7 @@ class CoreLink:
                 guarded(stream, stream.on_refused, message)
         elif isinstance(message, front.Models):
             self._fingerprints = {state.name: state.fingerprint for state in message.models}
+            self._told = True
             self._on_models(message)
             self._submit_waiting()
         elif isinstance(message, front.AssetChunk):
@@ -317,6 +320,7 @@ class CoreLink:
         if self._socket is not None:
             raise SessionOver("attached twice")
         self._socket = socket
+        self._told = False
         self._received = self._credited = 0
         self._session_began = time.monotonic()
         self.down_since = None

@@ -219,6 +219,28 @@ async def test_streams_wait_for_their_model_after_a_restart() -> None:
 
 
 @run_async
+async def test_a_new_core_knows_nothing_of_the_former_ones_executors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for the moment between Attached and its first Models is health SERVING on the former core's word."""
+    async with rig() as r:
+        said: list[bool] = []
+        tell = r.server.health.set
+
+        def listen(serving: bool) -> None:
+            said.append(serving)
+            tell(serving)
+
+        monkeypatch.setattr(r.server.health, "set", listen)
+        models = r.core.models
+        r.core.models = ()
+        await r.restart_core()
+        await r.core.until(lambda: r.core.got(front.Attach))
+        await eventually(lambda: r.server.link.talks)
+        assert True not in said
+        await r.core.announce(*models)
+        await eventually(lambda: r.server.health.serving)
+
+
+@run_async
 async def test_stop_found_while_the_core_dies_still_ends() -> None:
     async with rig() as r:
         r.core.auto = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import subprocess
@@ -265,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["replay"]:  # the scheduler's own, where it is installed: this package does not import it
         return subprocess.call([sys.executable, "-m", "scheduler_svc.replay", *given[1:]])
     args = parser().parse_args(given)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character shows a ? for it
+        sys.stdout.reconfigure(errors="replace")
     try:
         _run(args)
         return 0

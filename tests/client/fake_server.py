@@ -19,7 +19,7 @@ def token(seed: int, choice: int, position: int) -> int:
 
 
 def piece(token_id: int) -> str:
-    return f"<{token_id}>"
+    return "<\u00e9>" if token_id == 233 else f"<{token_id}>"
 
 
 def expected_ids(seed: int, choice: int, count: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -97,6 +98,17 @@ def test_a_closed_pipe_is_quiet() -> None:
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_an_encoding_that_lacks_a_character_ends_nothing() -> None:
+    with FakeServer() as server:
+        done = subprocess.run(
+            [sys.executable, "-m", "stepwire", "detokenize", "7,233", "--address", server.address],
+            capture_output=True,
+            timeout=60,
+            env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        )
+    assert (done.returncode, done.stdout) == (0, b"<7><?>\n"), done.stderr
 
 
 def test_models() -> None:

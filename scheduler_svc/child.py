@@ -60,7 +60,7 @@ class Watch:
     """Of a child's pulse (pulse.py), in seconds."""
 
     startup: float = 30.0  # until the first beat
-    silence: float = 4.0  # then it counts as frozen, unless it computes
+    silence: float = 3.5  # then it counts as frozen, unless it computes: known, and dead, within 4
     busy: float = 30.0  # ... for no longer than this
 
 

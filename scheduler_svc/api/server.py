@@ -28,7 +28,7 @@ from scheduler_svc.api.tenancy import Tenancy
 log = logging.getLogger(__name__)
 
 # A million token ids are 3 MB. A message of nothing but empty parts takes up to 0.1 s a MiB to parse, and a worker that
-# stands still for 4 s is taken for frozen (child.py).
+# stands still for seconds may be taken for frozen (child.py).
 MAX_REQUEST_BYTES = 8 * 1024 * 1024
 
 

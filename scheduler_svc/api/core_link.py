@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import cast
 
 import msgspec
@@ -38,6 +39,7 @@ _decoder = msgspec.msgpack.Decoder(front.ToWorker, strict=True)
 
 QUIET = 1.2  # seconds
 CHUNK_BYTES = 256 * 1024
+_ALLOWANCE_A_STREAM, _LEAST_ALLOWANCE = 8, 512  # tokens on their way while this process cannot keep up
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,10 @@ class LinkConfig:
     model_limit: float = 30.0  # a stream's model away for so long after a restart: the same
     asset_timeout: float = 10.0  # for one chunk of a file
     status_timeout: float = 10.0  # for one answer about the core itself
-    batch: int = 256  # messages handled before others have their turn
+    batch: int = 256  # messages handled before others have their turn ...
+    turn: float = 0.002  # ... or time spent on them
+    wakes: int = 32  # streams that may write before the socket is looked at again
+    rest: float = 0.002  # between two turns while there is more to do: gRPC reads new calls only where it comes to rest
 
 
 class SessionOver(Exception):
@@ -88,6 +93,8 @@ class CoreLink:
         self._session_began = time.monotonic()
         self._received = 0  # tokens, since Attach
         self._credited = 0
+        self._allowance = config.window  # tokens that may be on their way to here
+        self._due: dict[Stream, None] = {}  # streams with news for their writers, the longest waiting first
         self._chunks: dict[tuple[str, int], asyncio.Future[front.AssetChunk]] = {}
         self._tickets: dict[int, asyncio.Future[dict[str, object]]] = {}
         self._ticket = 0
@@ -233,6 +240,7 @@ class CoreLink:
         self.down_since = time.monotonic()
         self._streams.clear()
         self._fingerprints.clear()
+        self._wake(len(self._due))
         for stream in self.open:
             self.open[stream] = 0
             stream.on_link_lost()
@@ -253,27 +261,52 @@ class CoreLink:
             patience = self.config.silence
             if self._socket is None:  # pings do not count before the Attach is answered
                 patience = attach_by - time.monotonic()
-            if patience <= 0 or not await socket.poll(int(patience * 1000) + 1):
+            if not self._due and (patience <= 0 or not await socket.poll(int(patience * 1000) + 1)):
                 raise SessionOver(f"silent for {self.config.silence:g} s")
-            self._heard = time.monotonic()
-            touched: set[Stream] = set()
-            for _ in range(self.config.batch):
-                try:
-                    frames = plain.recv_multipart(zmq.NOBLOCK)
-                except zmq.Again:
-                    break
-                try:
-                    if len(frames) != 1:
-                        raise WireError(f"{len(frames)} frames")
-                    self._handle(_decoder.decode(frames[0]), socket, touched)
-                except (msgspec.DecodeError, WireError) as error:
-                    # It may have been tokens, and none may be missing from a stream: continue from what is here.
-                    self.damaged_frames += 1
-                    raise SessionOver(f"damaged frame: {str(error)[:200]}") from error
-            for stream in touched:
-                stream.wake()
+            emptied = self._receive_some(plain, socket)
+            self._wake(self.config.wakes)
             self._credit()
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.config.rest if self._due or not emptied else 0)
+
+    def _receive_some(self, plain: zmq.Socket, socket: zmq.asyncio.Socket) -> bool:
+        """Takes what is there, as far as it fits into a turn; returns whether that was all. Then the writers have
+        theirs: the more there is to do, the more of a stream's tokens ride in one message, and a new stream's first
+        token never waits for thousands of others."""
+        touched: set[Stream] = set()
+        until = time.monotonic() + self.config.turn
+        emptied = False
+        for _ in range(self.config.batch):
+            try:
+                frames = plain.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                emptied = True
+                break
+            try:
+                if len(frames) != 1:
+                    raise WireError(f"{len(frames)} frames")
+                self._handle(_decoder.decode(frames[0]), socket, touched)
+            except (msgspec.DecodeError, WireError) as error:
+                # It may have been tokens, and none may be missing from a stream: continue from what is here.
+                self.damaged_frames += 1
+                raise SessionOver(f"damaged frame: {str(error)[:200]}") from error
+            self._heard = time.monotonic()
+            if self._heard >= until:
+                break
+        # What queues up in the socket delays whatever comes after it: less is asked for until it is used up in time.
+        least = min(self.config.window, max(_LEAST_ALLOWANCE, _ALLOWANCE_A_STREAM * len(self._streams)))
+        self._allowance = min(self.config.window, self._allowance * 2) if emptied else max(least, self._allowance // 2)
+        for stream in touched:
+            if stream.begun:
+                self._due.setdefault(stream)
+            else:
+                stream.wake()
+        return emptied
+
+    def _wake(self, count: int) -> None:
+        """Let the writers of up to so many streams run."""
+        for stream in list(islice(self._due, count)):
+            del self._due[stream]
+            stream.wake()
 
     def _handle(self, message: front.ToWorker, socket: zmq.asyncio.Socket, touched: set[Stream]) -> None:
         if isinstance(message, front.Attached):
@@ -322,6 +355,7 @@ class CoreLink:
         self._socket = socket
         self._told = False
         self._received = self._credited = 0
+        self._allowance = self.config.window
         self._session_began = time.monotonic()
         self.down_since = None
         self._was_up = True
@@ -370,9 +404,10 @@ class CoreLink:
 
     def _credit(self) -> None:
         # Tokens are dealt with once they are in their stream: there a bound of its own holds for each.
-        if self._received - self._credited >= max(1, self.config.window // 8):
-            self._credited = self._received
-            self._send(front.Credit(self._received))
+        dealt_with = self._received - (self.config.window - self._allowance)
+        if dealt_with - self._credited >= max(1, self._allowance // 8):
+            self._credited = dealt_with
+            self._send(front.Credit(dealt_with))
 
     def _send(self, message: front.ToCore) -> None:
         if self._socket is not None:

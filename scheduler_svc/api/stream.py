@@ -197,6 +197,11 @@ class Stream:
             self.error = refusal
         self._changed.set()
 
+    @property
+    def begun(self) -> bool:
+        """Its first message was made."""
+        return self._started_sent
+
     def wake(self) -> None:
         """Something may be there for the writer."""
         if self.streaming or self.error is not None or not self._running:

@@ -24,7 +24,7 @@ export PROMPT
 
 run: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) -- \
-	  $(PY) -m stepwire generate --chat --max-tokens 128 --temperature 0.2 --top-p 0.9 --address {address} "$$PROMPT"
+	  $(PY) -m stepwire generate --chat --max-tokens 128 --temperature 0.2 --top-p 0.9 --address {address} -- "$$PROMPT"
 
 serve: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) --serve

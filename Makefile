@@ -33,10 +33,10 @@ bench: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) -- $(PY) -m bench.serve --address {address} $(BENCH)
 
 test: lint $(MODEL)
-	$(PY) -m pytest -m "not slow"
+	$(PY) -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-kernels: $(VENV)/.dev
-	$(PY) -m pytest tests/kernels -m "not slow"
+	$(PY) -m pytest tests/kernels -m "not slow" -n 2
 
 test-all: lint $(MODEL)
 	$(PY) -m pytest

@@ -23,6 +23,7 @@ from typing import Any
 from bench.load.bare import BareLoop
 from bench.load.engines import Stepwire, settle
 from bench.load.machine import MachineWatch
+from bench.load.processes import stop_on_sigterm
 from bench.load.prompts import random_prompts, workload_prompts
 from bench.load.record import Request
 from executor_svc.malloc import keep_freed_memory
@@ -49,6 +50,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
+    stop_on_sigterm()
     keep_freed_memory()  # as the executor does
     with ExitStack() as stack:
         services = None

@@ -26,6 +26,7 @@ from typing import Any
 
 from bench.load.engines import Engine, OpenVino, Stepwire, Vllm, settle
 from bench.load.machine import MachineWatch
+from bench.load.processes import stop_on_sigterm
 from bench.load.prompts import workload_prompts
 from bench.load.record import Request
 
@@ -106,6 +107,7 @@ def measure(engine: Engine, requests: list[Request]) -> dict[str, Any]:
 
 def main() -> int:
     args = parse_args()
+    stop_on_sigterm()
     results: dict[str, dict[str, list[dict[str, Any]]]] = {name: {} for name in args.cases.split(",")}
     with ExitStack() as stack:
         logs = args.logs or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="compare-peers-")))

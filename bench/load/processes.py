@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -76,3 +77,8 @@ def http_ready(url: str) -> bool:
     with contextlib.suppress(urllib.error.URLError, OSError), urllib.request.urlopen(url, timeout=2) as response:
         return bool(response.status == 200)
     return False
+
+
+def stop_on_sigterm() -> None:
+    """SIGTERM unwinds a bench as Ctrl-C does, so that what it started is stopped too."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

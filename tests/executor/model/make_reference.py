@@ -1,6 +1,9 @@
 """Write the reference greedy text of a real checkpoint: transformers, float32, on the same dequantised weights.
 
-usage: python -m tests.executor.model.make_reference MODEL.gguf tests/executor/model/reference/smollm2.json
+usage: python -m tests.executor.model.make_reference MODEL.gguf tests/executor/model/reference/smollm2.json [float16]
+
+With ``float16`` the matrices are rounded to float16 first, as ``--weights float16`` serves them; the arithmetic is
+float32 all the same.
 """
 
 from __future__ import annotations
@@ -26,8 +29,8 @@ PROMPTS = [
 ]
 
 
-def reference_model(checkpoint: Checkpoint) -> Any:
-    """The transformers model with exactly the checkpoint's float32 tensors."""
+def reference_model(checkpoint: Checkpoint, weights: str = "float32") -> Any:
+    """The transformers model with the checkpoint's tensors: float32, or matrices that were rounded to float16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     c: ModelConfig = checkpoint.config
@@ -46,7 +49,11 @@ def reference_model(checkpoint: Checkpoint) -> Any:
             tie_word_embeddings=c.tie_embeddings,
         )
     ).float()
-    missing = model.load_state_dict({name: t.float() for name, t in checkpoint.tensors()}, strict=False).missing_keys
+    tensors = {
+        name: t.half().float() if weights == "float16" and t.dim() == 2 else t.float()
+        for name, t in checkpoint.tensors()
+    }
+    missing = model.load_state_dict(tensors, strict=False).missing_keys
     assert set(missing) <= ({"lm_head.weight"} if c.tie_embeddings else set()), missing
     model.tie_weights()
     return model.eval()
@@ -72,9 +79,10 @@ def main() -> None:
     from tokenizers import Tokenizer
 
     source, target = Path(sys.argv[1]), Path(sys.argv[2])
+    weights = sys.argv[3] if len(sys.argv) > 3 else "float32"
     checkpoint = open_checkpoint(source)
     tokenizer = Tokenizer.from_str(checkpoint.assets["tokenizer.json"].decode())
-    model = reference_model(checkpoint)
+    model = reference_model(checkpoint, weights)
     cases = []
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt).ids

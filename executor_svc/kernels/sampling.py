@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import decimal
-import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from executor_svc.kernels.launch import Launcher
+from executor_svc.sampling.exp2 import EXP2, STEPS_PER_E
 
 STATUS_OK, STATUS_NON_FINITE, STATUS_NO_CANDIDATE = 0, 1, 2
 MAX_VOCAB = 1 << 24  # an id has 24 bits in a candidate's key
-STEPS_PER_E = 64 / math.log(2.0)
 _MAX_WEIGHT = 1 << 38
-
-
-def exp2_table() -> torch.Tensor:
-    """float64 [64]: 2**(j/64), correctly rounded whatever the C library."""
-    with decimal.localcontext(decimal.Context(prec=50)):
-        values = [float(decimal.Decimal(2) ** (decimal.Decimal(j) / 64)) for j in range(64)]
-    return torch.tensor(values, dtype=torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +74,7 @@ class SamplingKernels:
         self._adjust = launcher.kernel("adjust_logits")
         self._sample = launcher.kernel("sample_rows")
         self._logprobs = launcher.kernel("logprobs")
-        self._table = exp2_table().to(launcher.device)
+        self._table = torch.from_numpy(EXP2).to(launcher.device)  # float64 [64]: 2**(j/64)
 
     def adjust(self, out: Adjusted, logits: torch.Tensor, rules: LogitRules) -> None:
         """Bias and bans, penalties, grammar mask, in this order; then each row's largest logit and its status."""

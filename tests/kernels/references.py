@@ -77,9 +77,9 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p
 
 
 def _table() -> list[float]:
-    from executor_svc.kernels.sampling import exp2_table
+    from executor_svc.sampling.exp2 import EXP2
 
-    return exp2_table().tolist()
+    return EXP2.tolist()
 
 
 _TABLE = _table()

@@ -39,7 +39,9 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Implements ``Model`` on the CPU."""
+    """Implements ``Model`` on the CPU; ``backends/cuda`` has what differs on a GPU."""
+
+    dtype = torch.float32  # of the activations
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class Decoder:
         ops = self.ops
         ops.begin_step(metadata)
         residual = self._embed(input_ids)
-        wanted = torch.from_numpy(metadata.logit_indices)
+        wanted = self._wanted(metadata)
         last = len(self._layers) - 1
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -89,16 +91,20 @@ class Decoder:
             attended = ops.attend(index, qkv)
             if index == last:
                 if len(wanted) == 0:
-                    return torch.empty(0, self.config.vocab_size)
+                    return residual.new_empty(0, self.config.vocab_size, dtype=torch.float32)
                 attended, residual = self._pad(attended[wanted]), self._pad(residual[wanted])
             hidden = ops.add_rms_norm(residual, layer.output(attended), layer.post_norm)
             delta = layer.down(ops.silu_mul(layer.gate_up(hidden)))
         assert delta is not None
         return self._head(ops.add_rms_norm(residual, delta, self._final_norm))[: len(wanted)]
 
+    def _wanted(self, metadata: StepMetadata) -> torch.Tensor:
+        """``logit_indices`` where the activations are."""
+        return torch.from_numpy(metadata.logit_indices)
+
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """int64 [T] -> float32 [T padded to the row tile, hidden]; padding is zeros."""
-        return self._pad(F.embedding(input_ids, self._embedding).float())
+        """int64 [T] -> ``dtype`` [T padded to the row tile, hidden]; padding is zeros."""
+        return self._pad(F.embedding(input_ids, self._embedding).to(self.dtype))
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
         missing = -len(x) % self._tile

@@ -10,9 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from gguf import GGMLQuantizationType as Quantization
-from gguf import GGUFReader, ReaderTensor
-from gguf.quants import dequantize
 
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.gguf_config import parse_gguf_metadata
@@ -20,12 +17,10 @@ from executor_svc.models.parameters import EMBEDDING, FINAL_NORM, HEAD, checked_
 from executor_svc.weights import assets as asset_files
 from executor_svc.weights.errors import CheckpointError
 from executor_svc.weights.fingerprint import fingerprint_files
+from executor_svc.weights.gguf_header import read_header
+from executor_svc.weights.gguf_tensors import GGUFTensors
 from executor_svc.weights.gguf_tokenizer import build_tokenizer
 
-SUPPORTED = {
-    Quantization.F32, Quantization.F16, Quantization.BF16, Quantization.Q8_0, Quantization.Q4_0, Quantization.Q4_1,
-    Quantization.Q5_0, Quantization.Q5_1,
-}  # fmt: skip
 _GLOBAL = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -45,28 +40,19 @@ class GGUFCheckpoint:
     """See ``Checkpoint``."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._reader = GGUFReader(path)
-            fields = {key: f.contents() for key, f in self._reader.fields.items() if not key.startswith("GGUF.")}
-        # The reader trusts the header: whatever a damaged one makes it raise means the same thing to us.
-        except (ValueError, IndexError, KeyError, TypeError, OverflowError, MemoryError, OSError) as error:
-            raise CheckpointError(f"{path}: not a readable GGUF file: {type(error).__name__}: {error}") from error
-        self._tensors: dict[str, ReaderTensor] = {}
-        for tensor in self._reader.tensors:
-            if tensor.tensor_type not in SUPPORTED:
-                raise CheckpointError(f"{path}: tensor {tensor.name}: {tensor.tensor_type.name} is not supported")
-            if tensor.name in self._tensors:
-                raise CheckpointError(f"{path}: tensor {tensor.name} appears twice")
-            self._tensors[tensor.name] = tensor
-        if "token_embd.weight" not in self._tensors:
+        header = read_header(path)
+        fields = header.fields
+        self._tensors = GGUFTensors(path, header.tensors)
+        if "token_embd.weight" not in header.tensors:
             raise CheckpointError(f"{path}: tensor token_embd.weight is missing")
-        factors = self._tensors.pop(_ROPE_FACTORS, None)
+        factors = ()
+        if _ROPE_FACTORS in header.tensors:
+            factors = tuple(self._tensors.read(header.tensors.pop(_ROPE_FACTORS)).ravel().tolist())
         config = parse_gguf_metadata(
             fields,
-            tie_embeddings="output.weight" not in self._tensors,
-            vocab_size=int(self._tensors["token_embd.weight"].shape[-1]),
-            freq_factors=() if factors is None else tuple(_dequantized(factors).ravel().tolist()),
+            tie_embeddings="output.weight" not in header.tensors,
+            vocab_size=header.tensors["token_embd.weight"].shape[0],
+            freq_factors=factors,
         )
         self.config, self.assets = _with_assets(config, fields)
         self.fingerprint = fingerprint_files(self.config.canonical_json(), [path])
@@ -76,9 +62,8 @@ class GGUFCheckpoint:
 
     def _raw_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         heads = {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}
-        for name, tensor in self._tensors.items():
+        for name, array in self._tensors:
             canonical, part = _canonical_name(name)
-            array = _dequantized(tensor)
             if part in heads:
                 array = _unpermuted(name, array, heads[part])
             yield canonical, torch.from_numpy(np.ascontiguousarray(array))
@@ -93,16 +78,6 @@ def _canonical_name(name: str) -> tuple[str, str]:
         if part in _LAYER:
             return f"model.layers.{int(pieces[1])}.{_LAYER[part]}.weight", part
     raise CheckpointError(f"gguf: tensor {name} is not a parameter of this architecture")
-
-
-def _dequantized(tensor: ReaderTensor) -> npt.NDArray[Any]:
-    """float32 (or float16 as stored) with the last axis the input features."""
-    try:
-        if tensor.tensor_type in (Quantization.F32, Quantization.F16):
-            return np.array(tensor.data)  # a copy: the file's pages are read-only and may go
-        return dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
-    except (ValueError, IndexError) as error:
-        raise CheckpointError(f"gguf: tensor {tensor.name}: {error}") from error
 
 
 def _unpermuted(name: str, weight: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:

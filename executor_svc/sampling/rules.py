@@ -37,6 +37,11 @@ class TokenCounts:
             counts.add_output(token)
         return counts
 
+    def view(self) -> tuple[Int32, Int32]:
+        """(ids, how often each was an output), equally long."""
+        size = len(self.index)
+        return self.ids[:size], self.outputs[:size]
+
     def add_output(self, token: int) -> None:
         at = self._at(token)  # first: it may replace the arrays
         self.outputs[at] += 1
@@ -65,10 +70,15 @@ class RowRules:
     logprobs: int  # -1: none
     counts: TokenCounts | None = None  # kept only where a penalty needs it
 
-    @property
-    def adjusts(self) -> bool:
-        """True when the logits change before the draw."""
-        return bool(len(self.bias_ids) or len(self.allowed) or len(self.masked) or self.counts is not None)
+    def adjusts(self, output_position: int) -> bool:
+        """True when the logits change before the draw of this output."""
+        masks = len(self.masked) and output_position < self.min_tokens
+        return bool(len(self.bias_ids) or len(self.allowed) or masks or self.counts is not None)
+
+
+NO_RULES = RowRules(
+    np.empty(0, LE_INT32), np.empty(0, LE_FLOAT32), np.empty(0, LE_INT32), 0, np.empty(0, LE_INT32), 1.0, 0.0, 0.0, -1
+)
 
 
 def parse_rules(params: SamplingParams, prompt: Int32, outputs: Int32, vocab_size: int) -> RowRules | None:

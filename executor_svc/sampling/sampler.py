@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from executor_svc.errors import RowError
-from executor_svc.sampling.adjust import adjust
+from executor_svc.sampling.adjust import adjust_rows
 from executor_svc.sampling.draw import draw_rows
 from executor_svc.sampling.logprobs import row_logprobs
 from executor_svc.sampling.philox import draw_bits
 from executor_svc.sampling.rows import DrawParams, SampleRows
+from executor_svc.sampling.rules import NO_RULES, RowRules
 from executor_svc.sequence import Sequence
 from protos.step import ALL_MASKED, NON_FINITE, RowFault, SlotLogprobs
 
@@ -43,45 +43,46 @@ def sample(logits: Float32, rows: SampleRows) -> SamplerOutput:
     if not ok.all():
         for i in np.flatnonzero(~ok).tolist():
             faults.append(_fault(rows, i, NON_FINITE, f"logits of the row are not finite ({tops[i]})"))
-    raw: dict[int, Float32] = {}
-    for i, sequence in rows.special:
-        if ok[i]:
-            try:
-                raw_row, tokens[i] = _apply_rules(logits[i], sequence, int(rows.outputs[i]), int(tokens[i]))
-            except RowError as error:
-                ok[i] = False
-                faults.append(_fault(rows, i, error.status, error.detail))
-                continue
-            if raw_row is not None:
-                raw[i] = raw_row
-            tops[i] = logits[i, tokens[i]]
+    raw = _apply_rules(logits, rows, tokens, tops, ok, faults) if rows.special else {}
     if rows.draws is not None:
         _draw(logits, tops, ok, rows.draws, rows, tokens)
-    logprobs = tuple(_logprobs(rows, i, seq, raw[i], int(tokens[i])) for i, seq in rows.special if i in raw)
+    logprobs = tuple(_logprobs(rows, i, seq, raw[i], int(tokens[i])) for i, seq in rows.special if i in raw and ok[i])
     if faults:
         tokens[~ok] = FAULT_TOKEN
     return SamplerOutput(tokens, ok, tuple(faults), logprobs)
 
 
-def _apply_rules(row: Float32, sequence: Sequence, output_position: int, likeliest: int) -> tuple[Float32 | None, int]:
-    """Change the row, whose argmax is ``likeliest``, as its rules say. Returns the raw row where its logprobs are
-    wanted, and the argmax after. Raises RowError."""
-    if sequence.fault is not None:
-        raise sequence.fault
-    rules = sequence.rules
-    assert rules is not None
-    raw = None
-    if rules.logprobs >= 0:
-        raw = row.copy() if rules.adjusts else row
-    if rules.adjusts:
-        adjust(row, rules, output_position)
-        likeliest = int(row.argmax())
-        highest = row[likeliest]
-        if highest == -np.inf:
-            raise RowError(ALL_MASKED, "no id may be drawn: every one is masked")
-        if not np.isfinite(highest):
-            raise RowError(NON_FINITE, "bias and penalties leave no finite logits")
-    return raw, likeliest
+def _apply_rules(
+    logits: Float32, rows: SampleRows, tokens: Int64, tops: Float32, ok: Bool, faults: list[RowFault]
+) -> dict[int, Float32]:
+    """Change the rows that have rules, and with them ``tokens``, ``tops`` and ``ok``. Returns the raw rows whose
+    logprobs are wanted."""
+    raw: dict[int, Float32] = {}
+    adjusted: list[tuple[int, RowRules]] = []
+    for i, sequence in rows.special:
+        if not ok[i]:
+            continue
+        if sequence.fault is not None:
+            ok[i] = False
+            faults.append(_fault(rows, i, sequence.fault.status, sequence.fault.detail))
+            continue
+        rules = sequence.rules
+        assert rules is not None
+        adjusts = rules.adjusts(int(rows.outputs[i]))
+        if rules.logprobs >= 0:
+            raw[i] = logits[i].copy() if adjusts else logits[i]
+        if adjusts:
+            adjusted.append((i, rules))
+    if adjusted:
+        chosen = np.array([i for i, _ in adjusted], dtype=np.int64)
+        adjust_rows(logits, chosen, [rules for _, rules in adjusted], rows.outputs, tops, tokens)
+        for i in chosen[~np.isfinite(tops[chosen])].tolist():
+            ok[i] = False
+            if tops[i] == -np.inf:
+                faults.append(_fault(rows, i, ALL_MASKED, "no id may be drawn: every one is masked"))
+            else:
+                faults.append(_fault(rows, i, NON_FINITE, "bias and penalties leave no finite logits"))
+    return raw
 
 
 def _draw(logits: Float32, tops: Float32, ok: Bool, draws: DrawParams, rows: SampleRows, tokens: Int64) -> None:
@@ -118,3 +119,4 @@ def warm_up(vocab_size: int) -> None:
     bits = draw_bits(np.zeros(1, np.uint64), np.zeros(1, np.uint64), np.zeros(1, np.uint64))
     draw_rows(logits, zero, logits[:, 0], one, zero + 1, one * 0.5, one * 0.0, bits)
     row_logprobs(logits[0], 0, 1, 0)
+    adjust_rows(logits, zero, [NO_RULES], zero, logits[:, 0].copy(), zero.copy())

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from executor_svc.errors import RowError
+from executor_svc.sampling.adjust import _adjust
 from executor_svc.sampling.draw import _OCTAVES, _SCALE, MAX_WEIGHT, _draw_rows, _weight, draw_rows
 from executor_svc.sampling.exp2 import EXP2
 from executor_svc.sampling.philox import draw_bits
@@ -326,10 +327,16 @@ def test_successive_draws_and_choices_are_independent() -> None:
 
 def test_warming_up_compiles_what_a_draw_runs() -> None:
     warm_up(VOCAB)
-    compiled = list(_draw_rows.signatures)
+    compiled = list(_draw_rows.signatures), list(_adjust.signatures)
     logits = torch.zeros(3, VOCAB).numpy()
-    run(logits, [Row(SamplingParams(seed=i, top_p=0.5), [1], []) for i in range(3)])
-    assert _draw_rows.signatures == compiled
+    params = {"top_p": 0.5, "presence_penalty": 0.5, "min_tokens": 9, "allowed_ids": pack_int32([5, 3])}
+    params |= {
+        "logit_bias_ids": pack_int32([1]),
+        "logit_bias": floats([1.0]),
+        "masked_until_min_tokens": pack_int32([2]),
+    }
+    run(logits, [Row(SamplingParams(seed=i, **params), [1], [i]) for i in range(3)])
+    assert (_draw_rows.signatures, _adjust.signatures) == compiled
 
 
 def test_draws_are_pinned() -> None:

@@ -75,10 +75,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, metadata: StepMetadata) -> torch.Tensor:
+        self.ops.begin_step(metadata)
+        return self.compute(input_ids, torch.from_numpy(metadata.logit_indices))
+
+    def compute(self, input_ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The recipe, on whatever device: nothing here reads a tensor's values on the host. ``wanted`` int64 [S]."""
         ops = self.ops
-        ops.begin_step(metadata)
         residual = self._embed(input_ids)
-        wanted = self._wanted(metadata)
         last = len(self._layers) - 1
         delta: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
@@ -97,10 +100,6 @@ class Decoder:
             delta = layer.down(ops.silu_mul(layer.gate_up(hidden)))
         assert delta is not None
         return self._head(ops.add_rms_norm(residual, delta, self._final_norm))[: len(wanted)]
-
-    def _wanted(self, metadata: StepMetadata) -> torch.Tensor:
-        """``logit_indices`` where the activations are."""
-        return torch.from_numpy(metadata.logit_indices)
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> ``dtype`` [T padded to the row tile, hidden]; padding is zeros."""

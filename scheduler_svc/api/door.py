@@ -26,6 +26,7 @@ MAX_BIASES = 4096  # ids of logit_bias
 MAX_ALTERNATIVES = 20  # of logprobs, a token
 MAX_PROMPT_LOGPROBS = 4_000_000  # tokens of a prompt, times one and the alternatives: what one answer may hold
 MAX_MESSAGES = 4096
+REPETITION_PENALTY = 0.001, 1000.0  # beyond, a logit divided or multiplied by it may leave float32
 GREEDY_BELOW = 1e-5  # DESIGN 6: below this temperature the most likely token is taken
 
 
@@ -177,9 +178,7 @@ def _check_sampling(sampling: pb.Sampling) -> None:
     _check_range("sampling.top_p", sampling, "top_p", 0.0, 1.0)
     if sampling.HasField("top_p") and sampling.top_p <= 0.0:
         raise invalid("sampling.top_p", sampling.top_p, "above 0, up to 1")
-    _check_range("sampling.repetition_penalty", sampling, "repetition_penalty", 0.0, 1000.0)
-    if sampling.HasField("repetition_penalty") and sampling.repetition_penalty <= 0.0:
-        raise invalid("sampling.repetition_penalty", sampling.repetition_penalty, "above 0, up to 1000")
+    _check_range("sampling.repetition_penalty", sampling, "repetition_penalty", *REPETITION_PENALTY)
     _check_range("sampling.frequency_penalty", sampling, "frequency_penalty", -100.0, 100.0)
     _check_range("sampling.presence_penalty", sampling, "presence_penalty", -100.0, 100.0)
     if len(sampling.logit_bias) > MAX_BIASES:

@@ -239,7 +239,7 @@ def defaults_of(name: str, config: dict[str, Any]) -> Defaults:
         "top_k": lambda v: 0 <= v < 2**31 and v == int(v),
         "top_p": lambda v: 0.0 < v <= 1.0,
         "min_p": lambda v: 0.0 <= v <= 1.0,
-        "repetition_penalty": lambda v: 0.0 < v <= 1000.0,
+        "repetition_penalty": lambda v: door.REPETITION_PENALTY[0] <= v <= door.REPETITION_PENALTY[1],
     }
     found: dict[str, float] = {}
     for key, fits in allowed.items():

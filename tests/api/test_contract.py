@@ -29,7 +29,8 @@ def output(**kwargs: object) -> pb.GenerateRequest:
 
 
 REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
-    (sampling(repetition_penalty=0.0), "sampling.repetition_penalty", "above 0"),
+    (sampling(repetition_penalty=0.0), "sampling.repetition_penalty", "0.001 to 1000"),
+    (sampling(repetition_penalty=1e-45), "sampling.repetition_penalty", "0.001 to 1000"),
     (sampling(repetition_penalty=1001.0), "sampling.repetition_penalty", "1000"),
     (sampling(repetition_penalty=math.nan), "sampling.repetition_penalty", "nan"),
     (sampling(frequency_penalty=100.5), "sampling.frequency_penalty", "-100 to 100"),

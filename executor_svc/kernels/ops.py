@@ -28,7 +28,9 @@ class KernelOps:
 
     def __init__(self, launcher: Launcher, config: ModelConfig, rope: torch.Tensor, dtype: torch.dtype) -> None:
         """``rope`` is ``rope_table``: float32 [context, head_dim]. ``ValueError`` for a head size, group or dtype that
-        the kernels do not have."""
+        the kernels do not have, or for a named difference that they do not implement."""
+        for difference in config.differences():
+            raise ValueError(f"{difference} = {getattr(config, difference)!r} is not implemented by the kernels")
         self._launcher, self._config, self._dtype = launcher, config, dtype
         self._rope = rope.to(launcher.device)
         self._elementwise = ElementwiseKernels(launcher, dtype)

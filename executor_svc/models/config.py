@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from executor_svc.weights.errors import CheckpointError
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+DIFFERENCES = (  # and "rotary_dim"
+    "activation", "windows", "local_rope", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "sandwich_norms",
+    "embedding_scale", "attention_scale", "attention_softcap", "final_softcap", "num_experts", "normalize_experts",
+    "dense_layers",
+)  # fmt: skip
+MAX_LAYERS, MAX_EXPERTS = 2048, 2048  # so that a hostile config cannot name parameters without end
 
 
 @dataclass(slots=True, frozen=True)
 class RopeConfig:
-    """Rotary position embedding over the whole head (half-split pairing, as in the Llama reference).
+    """Rotary position embedding (half-split pairing, as in the Llama reference).
 
+    ``rotary_dim``: the first elements of each head that rotate, among themselves; 0 for the whole head.
     ``kind``: ``default``; ``linear`` (positions divided by ``factor``); ``llama3`` (wavelength-dependent scaling);
     ``factors`` (``freq_factors[i]`` divides the i-th inverse frequency: how GGUF files carry llama3 scaling).
     """
@@ -29,11 +40,16 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_context: int = 0  # tokens
     freq_factors: tuple[float, ...] = ()
+    rotary_dim: int = 0
 
 
 @dataclass(slots=True, frozen=True)
 class ModelConfig:
-    """Sizes and named differences of a decoder. All counts are elements, all lengths tokens."""
+    """Sizes and named differences of a decoder. All counts are elements, all lengths tokens.
+
+    The defaults of the differences are Llama's. Two things no path sees: offsets of norm weights (Gemma's ``1 + w``)
+    are added when weights are read, and attention factors of a rope type (yarn, longrope) are part of its table.
+    """
 
     family: str  # "llama"
     vocab_size: int
@@ -49,6 +65,23 @@ class ModelConfig:
     rope: RopeConfig = field(default_factory=RopeConfig)
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    activation: str = "silu"  # of the MLP's gate; one of ACTIVATIONS
+    windows: tuple[int, ...] = ()  # tokens that each layer's queries see, themselves included; 0, or (): all
+    local_rope: RopeConfig | None = None  # of the layers with a window, where it differs from ``rope``
+    qkv_bias: bool = False
+    output_bias: bool = False  # of the attention's output projection
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMS norm of each query and key head before it rotates; weights [head_dim]
+    sandwich_norms: bool = False  # the outputs of attention and MLP are normed too, before they are added
+    embedding_scale: float = 1.0  # multiplies the embeddings
+    attention_scale: float = 0.0  # multiplies the scores; 0: head_dim ** -0.5
+    attention_softcap: float = 0.0  # scores become cap * tanh(scores / cap); 0: they do not
+    final_softcap: float = 0.0  # the same for the logits
+    num_experts: int = 0  # of each MLP; 0: a plain MLP
+    experts_per_token: int = 0
+    expert_intermediate_size: int = 0
+    normalize_experts: bool = True  # the probabilities of a token's experts are divided by their sum
+    dense_layers: tuple[int, ...] = ()  # layers that have a plain MLP beside layers with experts, ascending
 
     def __post_init__(self) -> None:
         for name in (
@@ -64,11 +97,79 @@ class ModelConfig:
             raise CheckpointError(f"config: head_dim = {self.head_dim} is odd; rotary embedding needs pairs")
         if not 0.0 < self.rms_norm_eps < 1.0:
             raise CheckpointError(f"config: rms_norm_eps = {self.rms_norm_eps!r}")
-        if not 0.0 < self.rope.theta < float("inf") or not 0.0 < self.rope.factor < float("inf"):
-            raise CheckpointError(f"config: rope theta = {self.rope.theta!r}, factor = {self.rope.factor!r}")
+        if self.num_layers > MAX_LAYERS or self.num_experts > MAX_EXPERTS:
+            raise CheckpointError(
+                f"config: {self.num_layers} layers of {self.num_experts} experts; at most {MAX_LAYERS} of {MAX_EXPERTS}"
+            )
+        for rope in (self.rope, *(() if self.local_rope is None else (self.local_rope,))):
+            self._check_rope(rope)
+        self._check_differences()
+        self._check_experts()
         for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token < self.vocab_size:
                 raise CheckpointError(f"config: special token id {token} is outside the vocabulary")
+
+    def _check_rope(self, rope: RopeConfig) -> None:
+        if not 0.0 < rope.theta < math.inf or not 0.0 < rope.factor < math.inf:
+            raise CheckpointError(f"config: rope theta = {rope.theta!r}, factor = {rope.factor!r}")
+        if rope.rotary_dim % 2 or not 0 <= rope.rotary_dim <= self.head_dim:
+            raise CheckpointError(f"config: rotary_dim = {rope.rotary_dim} of heads of {self.head_dim}")
+
+    def _check_differences(self) -> None:
+        if self.activation not in ACTIVATIONS:
+            raise CheckpointError(f"config: activation {self.activation!r} is not supported ({list(ACTIVATIONS)})")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise CheckpointError(f"config: {len(self.windows)} windows for {self.num_layers} layers")
+        for window in self.windows:
+            if not 0 <= window < 2**31:
+                raise CheckpointError(f"config: a window of {window!r} tokens")
+        if self.local_rope is not None and not self.windows:
+            raise CheckpointError("config: a rope of layers with a window, but no layer has one")
+        if self.local_rope is not None and self.local_rope.rotary_dim != self.rope.rotary_dim:
+            raise CheckpointError("config: the two ropes rotate different parts of the heads")
+        for name in ("embedding_scale", "attention_scale", "attention_softcap", "final_softcap"):
+            value = getattr(self, name)
+            if not 0.0 <= value < math.inf or (name == "embedding_scale" and value == 0.0):
+                raise CheckpointError(f"config: {name} = {value!r}")
+
+    def _check_experts(self) -> None:
+        if not self.num_experts:
+            if self.experts_per_token or self.expert_intermediate_size or self.dense_layers:
+                raise CheckpointError("config: settings of experts, but num_experts = 0")
+            return
+        if not 0 < self.experts_per_token <= self.num_experts:
+            raise CheckpointError(f"config: {self.experts_per_token!r} experts a token of {self.num_experts!r}")
+        if not 0 < self.expert_intermediate_size < 2**31:
+            raise CheckpointError(f"config: expert_intermediate_size = {self.expert_intermediate_size!r}")
+        if list(self.dense_layers) != sorted(set(self.dense_layers) & set(range(self.num_layers))):
+            raise CheckpointError(f"config: dense_layers = {self.dense_layers} of {self.num_layers} layers")
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer's MLP is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
+
+    def window(self, layer: int) -> int:
+        """Tokens that a query of the layer sees, itself included; 0 for all."""
+        return self.windows[layer] if self.windows else 0
+
+    @property
+    def score_scale(self) -> float:
+        """What q k is multiplied by."""
+        return self.attention_scale or self.head_dim**-0.5
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of each head that rotate, and the width of a rope table's rows."""
+        return self.rope.rotary_dim or self.head_dim
+
+    def differences(self) -> tuple[str, ...]:
+        """Names of what this model does other than Llama, for implementations to say what they cannot do."""
+        names = [
+            each.name
+            for each in dataclasses.fields(self)
+            if each.name in DIFFERENCES and getattr(self, each.name) != each.default
+        ]
+        return (*names, *(("rotary_dim",) if self.rotary_dim != self.head_dim else ()))
 
     @property
     def q_size(self) -> int:
@@ -86,5 +187,15 @@ class ModelConfig:
         return self.num_heads // self.num_kv_heads
 
     def canonical_json(self) -> bytes:
-        """A stable serialisation, for fingerprints."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True).encode()
+        """A stable serialisation, for fingerprints. What has its default is left out, so that a difference added to
+        this class alters the fingerprint of no model without it."""
+        return json.dumps(_without_defaults(self), sort_keys=True).encode()
+
+
+def _without_defaults(config: ModelConfig | RopeConfig) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for each in dataclasses.fields(config):
+        value = getattr(config, each.name)
+        if value != each.default:
+            out[each.name] = _without_defaults(value) if isinstance(value, RopeConfig) else value
+    return out

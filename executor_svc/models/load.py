@@ -59,7 +59,10 @@ def load_model(
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
     rope = rope_table(config.rope, config.head_dim, config.context_length)
-    builder = make_builder(config, rope, weights, count, attention)
+    local = None
+    if config.local_rope is not None:
+        local = rope_table(config.local_rope, config.head_dim, config.context_length)
+    builder = make_builder(config, rope, weights, count, attention, local)
     _fill(builder, checkpoint, progress)
     numerics = builder.numerics()
     facts = ModelFacts(
@@ -81,14 +84,14 @@ def _fill(builder: CpuBuilder, checkpoint: Checkpoint, progress: Progress | None
     """Hand over each parameter, whole layers as soon as they are complete: the model is never twice in memory."""
     config = checkpoint.config
     pending: dict[int, dict[str, torch.Tensor]] = {}
-    wanted = set(layer_shapes(config))
+    wanted = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
     for parameter, tensor in _counted(checkpoint, progress):
         match = _LAYER.fullmatch(parameter)
         if match is not None:
             index = int(match[1])
             layer = pending.setdefault(index, {})
             layer[match[2]] = tensor
-            if set(layer) == wanted:
+            if len(layer) == wanted[index]:
                 builder.set_layer(index, pending.pop(index))
         elif parameter == FINAL_NORM:
             builder.set_final_norm(tensor)

@@ -38,7 +38,14 @@ class CpuBuilder(Protocol):
 class TorchBuilder:
     """The plain torch model: torch's own matrix products, made batch invariant by probing (``row_tile``)."""
 
-    def __init__(self, config: ModelConfig, rope: torch.Tensor, weights: str, threads: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: torch.Tensor,
+        weights: str,
+        threads: int,
+        local_rope: torch.Tensor | None = None,
+    ) -> None:
         self._config = config
         self._ops = TorchOps(config, rope)
         self._weights = weights
@@ -108,9 +115,15 @@ class _Deferred:
 
 
 def make_builder(
-    config: ModelConfig, rope: torch.Tensor, weights: str, threads: int, attention: str | None
+    config: ModelConfig,
+    rope: torch.Tensor,
+    weights: str,
+    threads: int,
+    attention: str | None,
+    local_rope: torch.Tensor | None = None,
 ) -> CpuBuilder:
-    """``attention``: ``numba`` (the compiled forward), ``torch``, or None for the former where it can run.
+    """``rope`` and ``local_rope``: ``rope_table`` of ``config.rope`` and ``config.local_rope``.
+    ``attention``: ``numba`` (the compiled forward), ``torch``, or None for the former where it can run.
 
     ``ValueError`` for an unknown option, or for ``numba`` where it cannot run.
     """
@@ -123,8 +136,8 @@ def make_builder(
         if reason is None:
             from executor_svc.backends.cpu.native.build import NativeBuilder
 
-            return NativeBuilder(config, rope, weights, threads)
+            return NativeBuilder(config, rope, weights, threads, local_rope)
         if attention == "numba":
             raise ValueError(f"attention 'numba' cannot be used: {reason}")
         log.warning("the compiled forward cannot be used (%s): running in plain torch, which is slower", reason)
-    return TorchBuilder(config, rope, weights, threads)
+    return TorchBuilder(config, rope, weights, threads, local_rope)

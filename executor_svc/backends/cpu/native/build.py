@@ -19,7 +19,14 @@ ARITHMETIC_VERSION = 1
 class NativeBuilder:
     """See ``CpuBuilder``."""
 
-    def __init__(self, config: ModelConfig, rope: torch.Tensor, weights: str, threads: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: torch.Tensor,
+        weights: str,
+        threads: int,
+        local_rope: torch.Tensor | None = None,
+    ) -> None:
         self._config = config
         self._rope = rope
         self._weights = weights

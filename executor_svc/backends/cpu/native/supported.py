@@ -8,6 +8,8 @@ from executor_svc.backends.cpu.native.layout import QUERY_ROWS
 from executor_svc.models.config import ModelConfig
 
 _LANES = 16
+# Named differences (``ModelConfig.differences``) that the compiled forward implements.
+_DIFFERENCES: frozenset[str] = frozenset()
 
 
 def reason_against(config: ModelConfig) -> str | None:
@@ -18,6 +20,9 @@ def reason_against(config: ModelConfig) -> str | None:
 
     if not can_run():
         return "the CPU has no fused multiply-add or no float16 conversion"
+    for name in config.differences():
+        if name not in _DIFFERENCES:
+            return f"{name} = {getattr(config, name)!r} is not implemented there"
     for name in ("hidden_size", "intermediate_size", "head_dim"):
         if getattr(config, name) % _LANES:
             return f"{name} {getattr(config, name)} is not a multiple of {_LANES}"

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from executor_svc.backends.cpu.native import layout as at
 from executor_svc.backends.cpu.native.attention import scratch_floats
 from executor_svc.backends.cpu.native.compile import load_forward
-from executor_svc.backends.cpu.native.gemm import BYTES
 from executor_svc.backends.cpu.native.team import Context, Team
 from executor_svc.backends.cpu.native.vector import LANES
 from executor_svc.metadata import StepMetadata
@@ -55,7 +54,6 @@ class NativeDecoder:
         self._model[at.HEAD] = head.data_ptr()
         self._model[at.LAYERS] = self._layers.ctypes.data
         self._model[at.FLOATS] = self._floats.ctypes.data
-        self._model[at.WEIGHT_BYTES] = BYTES[weights]
         self._kept = [rope, final_norm, head, *(tensor for tensors in layers for tensor in tensors)]
         self._caches: list[torch.Tensor] = []
         self._num_slots = 0

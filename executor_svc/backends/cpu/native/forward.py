@@ -8,7 +8,7 @@ from typing import Any
 from numba import carray, cfunc, njit, types
 
 from executor_svc.backends.cpu.native.attention import make_attend_item, write_kv
-from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512, make_block
+from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512
 from executor_svc.backends.cpu.native.layout import (
     ACTIVATED,
     ATTENDED,
@@ -56,15 +56,14 @@ from executor_svc.backends.cpu.native.layout import (
     VOCAB_PANELS,
     WANTED,
     WANTED_INDICES,
-    WEIGHT_BYTES,
     X_WANTED,
     X,
 )  # fmt: skip
 from executor_svc.backends.cpu.native.phases import finish, take
-from executor_svc.backends.cpu.native.rows import add_norm_row, copy_row, rotate_head, silu_mul_row
+from executor_svc.backends.cpu.native.product import make_product_phase
+from executor_svc.backends.cpu.native.rows import add_norm_row, copy_row, rotate_head
 from executor_svc.backends.cpu.native.vector import LANES, as_pointer, atomic_add, load_float, load_int, store_cycles
 
-ROW_BLOCK = 96  # rows of one product item: their inputs stay in the second-level cache
 ROWS_PER_ITEM = 4  # rows of one norm or rotary item
 
 
@@ -127,33 +126,8 @@ def make_forward(weights: str, avx512: bool) -> Any:
     AVX-512 and AVX2 differ in register tiles only, which do not change any result.
     """
     tiles = TILES_AVX512 if avx512 else TILES_AVX2
-    product = make_block(weights, False, tiles)
+    product_phase = make_product_phase(weights, tiles)
     attend_item = make_attend_item(dict.fromkeys(tiles, 1), tiles)
-
-    @njit(nogil=True, error_model="numpy")
-    def product_phase(counter, model, rows, panels, x, k, w, y, activated):  # type: ignore[no-untyped-def]
-        """y [rows, 16 panels] = x [rows, k] w; with ``activated`` also silu(gate) * up of its (gate, up) panels."""
-        width = 4 if panels < 512 else 16  # panels of one item
-        across = (panels + width - 1) // width
-        items = (rows + ROW_BLOCK - 1) // ROW_BLOCK * across
-        panel_bytes, done = k * LANES * model[WEIGHT_BYTES], 0
-        while True:
-            item = take(counter, items)
-            if item == items:
-                break
-            row, panel = item // across * ROW_BLOCK, item % across * width
-            height, count = min(ROW_BLOCK, rows - row), min(width, panels - panel)
-            target = y + (row * panels + panel) * LANES * 4
-            product(
-                height, count, x + row * k * 4, k * 4, w + panel * panel_bytes, LANES * model[WEIGHT_BYTES],
-                panel_bytes, k, target, panels * LANES * 4, 0,
-            )  # fmt: skip
-            if activated != 0:
-                for r in range(height):
-                    out = activated + ((row + r) * (panels // 2) + panel // 2) * LANES * 4
-                    silu_mul_row(target + r * panels * LANES * 4, out, count // 2)
-            done += 1
-        finish(counter, done, items)
 
     @njit(nogil=True, error_model="numpy")
     def attention_phase(counter, step, model, layer, scratch):  # type: ignore[no-untyped-def]
@@ -182,7 +156,7 @@ def make_forward(weights: str, avx512: bool) -> Any:
             norm_phase(counter, model, rows, x, step[DELTA], norm, step[NORMED], min(index, 1))
             counter += COUNTER_BYTES
             qkv = load_int(layer + 8 * QKV)
-            product_phase(counter, model, rows, qkv_panels, step[NORMED], hidden, qkv, step[QKV_OUT], 0)
+            product_phase(counter, step, rows, qkv_panels, step[NORMED], hidden, qkv, step[QKV_OUT], 0)
             counter += COUNTER_BYTES
             rotary_phase(counter, step, model, layer)
             counter += COUNTER_BYTES
@@ -196,23 +170,23 @@ def make_forward(weights: str, avx512: bool) -> Any:
                 counter += COUNTER_BYTES
                 x, attended = step[X_WANTED], step[ATTENDED_WANTED]
             output = load_int(layer + 8 * OUTPUT)
-            product_phase(counter, model, rows, hidden // LANES, attended, q_size, output, step[DELTA], 0)
+            product_phase(counter, step, rows, hidden // LANES, attended, q_size, output, step[DELTA], 0)
             counter += COUNTER_BYTES
             norm = load_int(layer + 8 * POST_NORM)
             norm_phase(counter, model, rows, x, step[DELTA], norm, step[NORMED], 1)
             counter += COUNTER_BYTES
             gate_up = load_int(layer + 8 * GATE_UP)
             product_phase(
-                counter, model, rows, 2 * intermediate // LANES, step[NORMED], hidden, gate_up, step[GATE_UP_OUT],
+                counter, step, rows, 2 * intermediate // LANES, step[NORMED], hidden, gate_up, step[GATE_UP_OUT],
                 step[ACTIVATED],
             )  # fmt: skip
             counter += COUNTER_BYTES
             down = load_int(layer + 8 * DOWN)
-            product_phase(counter, model, rows, hidden // LANES, step[ACTIVATED], intermediate, down, step[DELTA], 0)
+            product_phase(counter, step, rows, hidden // LANES, step[ACTIVATED], intermediate, down, step[DELTA], 0)
             counter += COUNTER_BYTES
         norm_phase(counter, model, rows, x, step[DELTA], model[FINAL_NORM], step[NORMED], 1)
         counter += COUNTER_BYTES
-        product_phase(counter, model, rows, model[VOCAB_PANELS], step[NORMED], hidden, model[HEAD], step[LOGITS], 0)
+        product_phase(counter, step, rows, model[VOCAB_PANELS], step[NORMED], hidden, model[HEAD], step[LOGITS], 0)
 
     @njit(nogil=True, error_model="numpy")
     def enter(step):  # type: ignore[no-untyped-def]

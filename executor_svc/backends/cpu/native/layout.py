@@ -7,8 +7,8 @@ from __future__ import annotations
 
 # Model table: what does not change between steps.
 NUM_LAYERS, HIDDEN, Q_SIZE, KV_SIZE, INTERMEDIATE, HEAD_DIM, KV_HEADS, GROUP, VOCAB_PANELS, BLOCK_SIZE = range(10)
-ROPE, FINAL_NORM, HEAD, LAYERS, WEIGHT_BYTES, FLOATS, THREADS = range(10, 17)
-MODEL_SIZE = 17
+ROPE, FINAL_NORM, HEAD, LAYERS, FLOATS, THREADS = range(10, 16)
+MODEL_SIZE = 16
 
 # Layer table: LAYER_SIZE entries for each layer, all addresses.
 INPUT_NORM, QKV, OUTPUT, POST_NORM, GATE_UP, DOWN, KEYS, VALUES = range(8)

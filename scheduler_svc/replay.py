@@ -24,8 +24,10 @@ from scheduler_svc.core.core import Core
 from scheduler_svc.core.invariants import check_all
 from scheduler_svc.core.outbox import EXECUTOR
 from scheduler_svc.core.recording import Entry, Header, RecordError
+from scheduler_svc.core.tenants import LimitsFile
 
 _to_core_front = msgspec.msgpack.Decoder(front.ToCore).decode
+_limits = msgspec.msgpack.Decoder(LimitsFile).decode
 _to_core_step = msgspec.msgpack.Decoder(step.ToCore).decode
 _to_worker = msgspec.msgpack.Decoder(front.ToWorker).decode
 _to_executor = msgspec.msgpack.Decoder(step.ToExecutor).decode
@@ -81,6 +83,8 @@ def _call(core: Core, entry: Entry) -> None:
             core.on_disconnect(entry.peer.decode(), entry.now)
         case recording.STALL:
             core.on_stall(entry.now)
+        case recording.LIMITS:
+            core.on_limits(_limits(entry.data))
         case recording.MALFORMED:
             core.on_malformed()
         case recording.TICK:

@@ -18,6 +18,7 @@ from scheduler_svc.api.server import MAX_REQUEST_BYTES, ApiServer, ServerConfig
 from scheduler_svc.api.service import ServiceConfig
 from scheduler_svc.api.tenancy import MIN_KEY_CHARS, load_keys
 from scheduler_svc.pulse import beat
+from scheduler_svc.reloaded import Reloaded
 
 log = logging.getLogger("scheduler_svc.api")
 
@@ -48,7 +49,12 @@ def parser() -> argparse.ArgumentParser:
         default=MAX_REQUEST_BYTES,
         help="largest request; the others wait while it is parsed, at worst 0.1 s a MiB (%(default)s)",
     )
-    parse.add_argument("--api-keys", type=Path, metavar="FILE", help="ask for API keys: lines of TENANT KEY")
+    parse.add_argument(
+        "--api-keys",
+        type=Path,
+        metavar="FILE",
+        help="ask for API keys: lines of TENANT KEY; read again when it changes",
+    )
     parse.add_argument("--tls-cert", type=Path, metavar="FILE", help="serve TLS with this certificate chain (PEM)")
     parse.add_argument("--tls-key", type=Path, metavar="FILE", help="... and its private key (PEM)")
     parse.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="... to clients that this CA signed (PEM)")
@@ -101,7 +107,7 @@ def config_of(args: argparse.Namespace) -> ServerConfig:
         if not is_local(args.admin) and not (admin_key and tls is not None):
             raise ValueError(f"--admin {args.admin}: other machines can reach it; --admin-key-file and TLS are needed")
     return ServerConfig(
-        api_keys=load_keys(args.api_keys) if args.api_keys is not None else None,
+        api_keys=Reloaded(args.api_keys, load_keys) if args.api_keys is not None else None,
         tls=tls,
         admin_listen=args.admin or "",
         admin_key=admin_key,

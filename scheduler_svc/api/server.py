@@ -24,6 +24,7 @@ from scheduler_svc.api.models import ModelRegistry
 from scheduler_svc.api.security import TlsFiles
 from scheduler_svc.api.service import SERVICE_NAME, InferenceService, ServiceConfig
 from scheduler_svc.api.tenancy import Tenancy
+from scheduler_svc.reloaded import Reloaded
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ class ServerConfig:
     leave_grace: float = 2.0  # still accepting, already NOT_SERVING
     drain_limit: float = 60.0  # for the streams that are open then
     service: ServiceConfig = field(default_factory=ServiceConfig)
-    api_keys: dict[str, str] | None = None  # tenants by key digest (tenancy.py); None: no credential is asked for
+    api_keys: Reloaded[dict[str, str]] | None = None  # tenants by key digest (tenancy.py); None: none is asked for
     tls: TlsFiles | None = None  # of both ports
     admin_listen: str = ""  # HOST:PORT of the admin service; empty: off
     admin_key: str = ""
@@ -77,7 +78,8 @@ class ApiServer:
         self._context = zmq.asyncio.Context()
         self.link = CoreLink(config.link, self._context, on_models=self._on_models, on_change=self._update_health)
         self.models = ModelRegistry(self.link.fetch, self._update_health, config.service.startup_grace)
-        self.service = InferenceService(self.link, self.models, self.metrics, config.service, Tenancy(config.api_keys))
+        self.tenancy = Tenancy(config.api_keys)
+        self.service = InferenceService(self.link, self.models, self.metrics, config.service, self.tenancy)
         self._server = grpc.aio.server(options=grpc_options(config))
         self.admin_port = 0
         self._admin: grpc.aio.Server | None = None
@@ -152,6 +154,7 @@ class ApiServer:
             self._update_health()
             self.link.sweep()
             self.service.sweep()
+            self.tenancy.sweep()
 
     def _on_models(self, message: Models) -> None:
         self.models.update(message)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from scheduler_svc.api.door import MAX_TENANT
 from scheduler_svc.api.refusal import UNAUTHENTICATED, Refusal, invalid
+from scheduler_svc.reloaded import Reloaded
 
 _SHA256 = re.compile(r"sha256:([0-9a-f]{64})")
 MIN_KEY_CHARS = 16
@@ -51,6 +52,8 @@ def load_keys(path: Path) -> dict[str, str]:
     """Raises ValueError, OSError among its causes."""
     try:
         return parse_keys(path.read_text(), str(path))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: it is no text") from error
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
 
@@ -68,18 +71,23 @@ def bearer(metadata: Metadata | None) -> str | None:
 class Tenancy:
     """``keys``: tenants by the digest of their keys; None: no credential is asked for."""
 
-    def __init__(self, keys: dict[str, str] | None = None) -> None:
-        self._keys = keys
+    def __init__(self, keys: Reloaded[dict[str, str]] | None = None) -> None:
+        self._file = keys
+
+    def sweep(self) -> None:
+        """Takes a key file that changed; to be called about once a second. Calls under way go on."""
+        if self._file is not None:
+            self._file.changed()
 
     def of(self, metadata: Metadata | None, named: str = "") -> str:
         """The tenant of a call whose request names ``named``. Raises Refusal."""
-        if self._keys is None:
+        if self._file is None:
             return named
         key = bearer(metadata)
         if key is None:
             raise Refusal(UNAUTHENTICATED, "an API key is needed: metadata `authorization: Bearer KEY`")
         # Found by its digest: how long that takes says nothing about the key.
-        tenant = self._keys.get(digest(key))
+        tenant = self._file.settings.get(digest(key))
         if tenant is None:
             raise Refusal(UNAUTHENTICATED, "the API key is not known here")
         if named and named != tenant:

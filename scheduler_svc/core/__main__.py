@@ -18,6 +18,7 @@ from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
 from scheduler_svc.core.recording import RecordingCore
 from scheduler_svc.core.tenants import NO_LIMITS, load_limits
 
+from scheduler_svc.reloaded import Reloaded
 # Option -> (field of CoreConfig, what it means).
 _OPTIONS = {
     "--depth": ("depth", "plans unanswered per executor"),
@@ -48,7 +49,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--listen", default="tcp://127.0.0.1:5600", help="where executors connect (%(default)s)")
     result.add_argument("--front", required=True, help="ipc:// endpoint for API workers")
     result.add_argument("--link-secret-file", type=Path, metavar="FILE", help="shared secret, needed off loopback")
-    result.add_argument("--tenant-limits", type=Path, metavar="FILE", help="JSON: limits by tenant (tenants.py)")
+    result.add_argument(
+        "--tenant-limits",
+        type=Path,
+        metavar="FILE",
+        help="JSON: limits by tenant (tenants.py); read again when it changes",
+    )
     result.add_argument("--no-prefix-cache", action="store_true", help="neither look up nor keep prefixes")
     result.add_argument(
         "--record", type=Path, metavar="FILE", help="keep every message with its time, prompts among them (replay.py)"
@@ -75,13 +81,14 @@ def main(arguments: list[str] | None = None) -> int:
         secret = read_secret(options.link_secret_file) if options.link_secret_file else None
         make_ipc_directory(options.front)
         clock = steady_clock()
-        limits = load_limits(options.tenant_limits) if options.tenant_limits else NO_LIMITS
+        file = Reloaded(options.tenant_limits, load_limits) if options.tenant_limits else None
+        limits = file.settings if file is not None else NO_LIMITS
         core: Core = (
             RecordingCore(config, clock(), options.record, limits=limits)
             if options.record
             else Core(config, clock(), limits=limits)
         )
-        shell = Shell(core, options.listen, options.front, secret, injector)
+        shell = Shell(core, options.listen, options.front, secret, injector, file)
     except (ValueError, OSError, zmq.ZMQError) as error:
         print(f"scheduler core: {error}", file=sys.stderr)
         return 2

@@ -110,6 +110,10 @@ class Core:
         """A frame that is no message of the contract was dropped by the shell."""
         self.counters["malformed"] += 1
 
+    def on_limits(self, limits: LimitsFile) -> None:
+        """The tenants' limits from now on."""
+        self.tenants.replace_limits(limits)
+
     # -- time --------------------------------------------------------------------------------------------------------
 
     def on_tick(self, now: float) -> None:

@@ -24,6 +24,8 @@ from scheduler_svc.core.core import Core
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.outbox import EXECUTOR, WORKER, Destination, Message
 
+from scheduler_svc.core.tenants import LimitsFile
+from scheduler_svc.reloaded import INTERVAL, Reloaded
 _FRAMES_A_TURN = 512  # from each socket, so that neither starves the other or the plans
 _LONGEST_WAIT = 1.0  # seconds
 _STALL = 0.5  # seconds more that a turn took: others' silence in that time says nothing about them
@@ -34,12 +36,20 @@ class Shell:
     """Owns both sockets. ``secret`` (for a listener off loopback) encrypts and authenticates the executor link."""
 
     def __init__(
-        self, core: Core, listen: str, front_endpoint: str, secret: bytes | None, injector: FaultInjector | None
+        self,
+        core: Core,
+        listen: str,
+        front_endpoint: str,
+        secret: bytes | None,
+        injector: FaultInjector | None,
+        limits: Reloaded[LimitsFile] | None = None,
     ) -> None:
         link_security.require_secure(listen, secret)
         self.core = core
         self._injector = injector
         self._context = zmq.Context()
+        self._limits = limits
+        self._limits_seen = 0.0
         self._executors = self._router()
         self._guard = link_security.apply_server(self._context, self._executors, secret) if secret else None
         self._executors.bind(listen)
@@ -98,6 +108,7 @@ class Shell:
             if deadline is not None and deadline <= now:
                 core.on_tick(now)
             core.advance(now)
+            self._look_at_limits(now)
             self._send_all(clock)
 
     def close(self) -> None:
@@ -114,6 +125,12 @@ class Shell:
         self._wake_writer.close()
 
     # -- frames ------------------------------------------------------------------------------------------------------
+
+    def _look_at_limits(self, now: float) -> None:
+        if self._limits is not None and now - self._limits_seen >= INTERVAL:
+            self._limits_seen = now
+            if self._limits.changed():
+                self.core.on_limits(self._limits.settings)
 
     def _receive(
         self,

@@ -34,6 +34,7 @@ WORKER_GONE = "g"
 DISCONNECT = "d"
 MALFORMED = "m"
 STALL = "l"
+LIMITS = "n"
 TICK = "t"
 ADVANCE = "a"
 # ... and what it said.
@@ -104,6 +105,10 @@ class RecordingCore(Core):
     def on_malformed(self) -> None:
         self._note(MALFORMED, 0.0)
         super().on_malformed()
+
+    def on_limits(self, limits: LimitsFile) -> None:
+        self._note(LIMITS, 0.0, b"", self._encode(limits))
+        super().on_limits(limits)
 
     def on_tick(self, now: float) -> None:
         self._note(TICK, now)

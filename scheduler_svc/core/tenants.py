@@ -83,7 +83,20 @@ class _Account:
 class Tenants:
     def __init__(self, file: LimitsFile) -> None:
         self._file = file
+        self._unlimited = file == NO_LIMITS
         self._accounts: dict[str, _Account] = {}
+
+    def replace_limits(self, file: LimitsFile) -> None:
+        """From now on; what runs goes on. Credit and debt stay, within the new bucket; who had none begins with a full
+        one."""
+        unrated = [tenant for tenant in self._accounts if not self.limits(tenant).tokens_per_second]
+        self._file = file
+        self._unlimited = file == NO_LIMITS
+        for tenant in unrated:
+            account = self._accounts[tenant]
+            account.credit = self.limits(tenant).bucket
+            for stream in account.streams:
+                stream.charged = sum(sequence.num_outputs for sequence in stream.sequences.values())
 
     def limits(self, tenant: str) -> Limits:
         return self._file.tenants.get(tenant, self._file.default)

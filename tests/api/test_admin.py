@@ -19,7 +19,9 @@ from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from scheduler_svc.api.__main__ import config_of, parser
 from scheduler_svc.api.security import TlsFiles, is_local
-from scheduler_svc.api.tenancy import Tenancy, bearer, digest, parse_keys
+from scheduler_svc.api.service import ServiceConfig
+from scheduler_svc.api.tenancy import Tenancy, bearer, digest, load_keys, parse_keys
+from scheduler_svc.reloaded import Reloaded
 from stepwire.health import check
 from tests.api.rig import ANSWER_IDS, Rig, rig, run_async, text_request
 from tests.api.test_door import details_of, refusal_of
@@ -32,9 +34,14 @@ def shown(key: str) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {key}"),)
 
 
-def test_key_files() -> None:
-    keys = parse_keys(f"# keys\n\nacme {KEY}\nother sha256:{digest(OTHER)}\nacme {OTHER}2\n", "keys")
-    tenancy = Tenancy(keys)
+def key_file(folder: Path, text: str) -> Reloaded[dict[str, str]]:
+    (folder / "keys").write_text(text)
+    return Reloaded(folder / "keys", load_keys)
+
+
+def test_key_files(tmp_path: Path) -> None:
+    keys = f"# keys\n\nacme {KEY}\nother sha256:{digest(OTHER)}\nacme {OTHER}2\n"
+    tenancy = Tenancy(key_file(tmp_path, keys))
     assert tenancy.of(shown(KEY)) == "acme"
     assert tenancy.of(shown(OTHER)) == "other"
     assert tenancy.of(shown(OTHER + "2"), "acme") == "acme"
@@ -55,8 +62,8 @@ def test_key_files() -> None:
 
 
 @run_async
-async def test_a_key_names_the_tenant() -> None:
-    async with rig(api_keys={digest(KEY): "acme", digest(OTHER): "other"}) as r:
+async def test_a_key_names_the_tenant(tmp_path: Path) -> None:
+    async with rig(api_keys=key_file(tmp_path, f"acme {KEY}\nother {OTHER}\n")) as r:
         for metadata in ((), shown("wrong"), (("authorization", f"Basic {KEY}"),)):
             error = await refusal_of(r.stub, text_request(), metadata=metadata)
             assert error.code() == UNAUTHENTICATED
@@ -243,6 +250,43 @@ def test_why_on_the_console(tmp_path: Path) -> None:
     run_async(run)()
 
 
+@run_async
+async def test_a_key_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """While the worker runs; one that cannot be taken changes nothing, and is named once."""
+
+    async def until(key: str, code: grpc.StatusCode) -> None:
+        while True:
+            try:
+                await r.stub.ListModels(pb.ListModelsRequest(), metadata=shown(key))
+                found = grpc.StatusCode.OK
+            except grpc.aio.AioRpcError as error:
+                found = error.code()
+            if found == code:
+                return
+            await asyncio.sleep(0.02)
+
+    async def said(times: int) -> None:
+        for _ in iter(lambda: sum("file not taken" in record.message for record in caplog.records) < times, False):
+            await asyncio.sleep(0.02)
+
+    keys = tmp_path / "keys"
+    service = ServiceConfig(slow_seconds=0.1)  # it looks several times a second
+    async with rig(api_keys=key_file(tmp_path, f"acme {KEY}\n"), service=service) as r:
+        await until(OTHER, UNAUTHENTICATED)
+        (tmp_path / "new").write_text(f"other {OTHER}\n")
+        (tmp_path / "new").rename(keys)
+        await until(OTHER, grpc.StatusCode.OK)
+        await until(KEY, UNAUTHENTICATED)
+        (tmp_path / "bad").write_text("no such line\n")
+        (tmp_path / "bad").rename(keys)
+        await said(1)
+        keys.unlink()
+        await said(2)
+        await until(OTHER, grpc.StatusCode.OK)
+        assert KEY not in caplog.text
+        assert OTHER not in caplog.text
+
+
 def arguments(*more: str) -> Any:
     return parser().parse_args(["--front", "ipc:///x", *more])
 
@@ -251,7 +295,9 @@ def test_what_is_not_secure_is_refused(tmp_path: Path) -> None:
     keys, short = tmp_path / "keys", tmp_path / "short"
     keys.write_text(f"acme {KEY}\n")
     short.write_text("x")
-    assert config_of(arguments("--api-keys", str(keys))).api_keys == {digest(KEY): "acme"}
+    config = config_of(arguments("--api-keys", str(keys)))
+    assert config.api_keys is not None
+    assert config.api_keys.settings == {digest(KEY): "acme"}
     for more, word in (
         (("--tls-cert", str(keys)), "go together"),
         (("--tls-client-ca", str(keys)), "needs"),

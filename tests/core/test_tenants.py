@@ -42,6 +42,18 @@ def test_requests_in_flight() -> None:
     assert len([e for e in worker.ends.values() if isinstance(e, front.Finished)]) == 4
 
 
+def test_limits_may_change_while_requests_run() -> None:
+    world, worker = limited(max_requests=1)
+    first = worker.submit([1], 50, tenant="small")
+    assert rejection(worker, worker.submit([1], 4, tenant="small")).field == "tenant.max_requests"
+    world.core.on_limits(LimitsFile(tenants={"small": Limits(max_requests=2, tokens_per_second=10.0)}))
+    assert worker.submit([1], 4, tenant="small") in worker.accepted
+    assert rejection(worker, worker.submit([1], 4, tenant="small")).limit == "2"
+    world.run_all()
+    assert isinstance(end(worker, first), front.Finished)
+    assert not check_all(world.core)
+
+
 def test_continuations_pass_up_to_twice_the_limit() -> None:
     world, worker = limited(max_requests=1)
     worker.submit([1], 50, tenant="small", request_id="a")

@@ -72,15 +72,17 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The answer token by token. The first message carries `started`, the last one `usage`. Several tokens may ride in
-        one message when the client, or the network, is slower than the model; nothing is ever repeated.
+        """The answer token by token, that of several choices interleaved. The first message carries `started`, the last one
+        `usage`. Several tokens may ride in one message when the client, or the network, is slower than the model; nothing is
+        ever repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The models known now, by name. Empty before the first executor came; never a refusal but for its credential.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -94,7 +96,7 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of ids, as the deltas of a stream would put it together.
+        """The text of ids, as the deltas of a stream would put it together. Refused as Tokenize is.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,6 +1,6 @@
 """The assets that the text side needs, in one minimal form whatever the checkpoint's format.
 
-``tokenizer_config.json``: ``bos_token``, ``eos_token`` (strings or null), ``add_bos_token``.
+``tokenizer_config.json``: ``bos_token``, ``eos_token`` (strings or null), ``add_bos_token`` where it is stated.
 ``generation_config.json``: ``eos_token_id`` (always a list), ``bos_token_id``, ``max_context_length``, and temperature,
 top_p, top_k, min_p and repetition_penalty where the checkpoint states them.
 """
@@ -25,8 +25,10 @@ def end_of_turn_ids(special_tokens: Iterable[tuple[int, str]], chat_template: st
     return [i for i, text in special_tokens if text in _END_OF_TURN and text in chat_template]
 
 
-def tokenizer_config(bos: str | None, eos: str | None, add_bos: bool) -> bytes:
-    return json.dumps({"bos_token": bos, "eos_token": eos, "add_bos_token": add_bos}).encode()
+def tokenizer_config(bos: str | None, eos: str | None, add_bos: bool | None) -> bytes:
+    """``add_bos`` None: what tokenizer.json itself puts before a text."""
+    out = {"bos_token": bos, "eos_token": eos}
+    return json.dumps(out if add_bos is None else {**out, "add_bos_token": add_bos}).encode()
 
 
 def generation_config(config: ModelConfig, eos_ids: tuple[int, ...], stated: dict[str, Any]) -> bytes:

@@ -1,25 +1,19 @@
-"""tokenizer.json rebuilt from a GGUF file's ``tokenizer.ggml.*`` metadata: byte-level BPE only.
-
-The file names its pre-tokenizer; each name here maps to the exact rule of the original tokenizer. An unknown name is
-refused: a wrong split would give a model that answers, a little worse, with nothing to show why.
-"""
+"""tokenizer.json rebuilt from a GGUF file's ``tokenizer.ggml.*`` metadata: byte-level BPE and SentencePiece."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
+from executor_svc.weights import sentencepiece
 from executor_svc.weights.errors import CheckpointError
+from executor_svc.weights.pre_tokenizers import STYLES
+from executor_svc.weights.sentencepiece import CONTROL, NORMAL, USER_DEFINED
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-_LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_SPLIT = _LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+MODELS = ("gpt2", "llama")  # byte-level BPE, and SentencePiece BPE
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,46 +25,44 @@ class BuiltTokenizer:
     add_bos: bool
 
 
-def _byte_level(use_regex: bool) -> Any:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
-
-
-def _split(pattern: str) -> Any:
-    return pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False), _byte_level(use_regex=False)]
-    )
-
-
-@dataclass(slots=True, frozen=True)
-class _Style:
-    pre_tokenizer: Callable[[], Any]
-    ignore_merges: bool = False  # a piece that is a token itself is not merged from parts
-    normalize_nfc: bool = False
-    add_bos: bool = False  # where the file does not say
-
-
-_STYLES = {
-    "gpt-2": _Style(lambda: _byte_level(use_regex=True)),
-    "smollm": _Style(
-        lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
-    ),
-    "llama-bpe": _Style(lambda: _split(_LLAMA3_SPLIT), ignore_merges=True, add_bos=True),
-    "qwen2": _Style(lambda: _split(_QWEN2_SPLIT), normalize_nfc=True),
-}
-
-
 def build_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> BuiltTokenizer:
     """Raises ``CheckpointError`` naming the tokenizer model, pre-tokenizer or list that cannot be used."""
-    if fields.get("tokenizer.ggml.model") != "gpt2":
-        raise CheckpointError(f"gguf: tokenizer model {fields.get('tokenizer.ggml.model')!r} is not supported")
-    name = fields.get("tokenizer.ggml.pre")
-    if name not in _STYLES:
-        raise CheckpointError(f"gguf: pre-tokenizer {name!r} is not supported (supported: {list(_STYLES)})")
-    style = _STYLES[name]
+    kind = fields.get("tokenizer.ggml.model")
+    if kind not in MODELS:
+        raise CheckpointError(f"gguf: tokenizer model {kind!r} is not supported (supported: {list(MODELS)})")
     tokens = _strings(fields, "tokenizer.ggml.tokens")
-    types = fields.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(tokens) != vocab_size or len(types) != vocab_size or len(set(tokens)) != vocab_size:
-        raise CheckpointError(f"gguf: {len(tokens)} tokens, {len(types)} types, embedding of {vocab_size} rows")
+    types = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError(f"gguf: tokenizer.ggml.token_type is not a list of {len(tokens)}")
+    if len(tokens) != vocab_size or len(set(tokens)) != vocab_size:
+        raise CheckpointError(f"gguf: {len(set(tokens))} different tokens, but the embedding has {vocab_size} rows")
+    if kind == "gpt2":
+        tokenizer, special, add_bos = _byte_level(fields, tokens, types)
+    else:
+        tokenizer, special, add_bos = _sentencepiece(fields, tokens, types)
+    bos, eos = (_token(fields, tokens, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", add_bos)) and bos is not None
+    if add_bos:
+        assert bos is not None
+        tokenizer.post_processor = framed(bos, tokens.index(bos), byte_level=kind == "gpt2")
+    return BuiltTokenizer(tokenizer.to_str().encode(), special, bos, eos, add_bos)
+
+
+def framed(bos: str, index: int, byte_level: bool) -> Any:
+    """The post-processor that puts ``bos`` before a text."""
+    template = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, index)]
+    )
+    return processors.Sequence([processors.ByteLevel(trim_offsets=False), template]) if byte_level else template
+
+
+def _byte_level(
+    fields: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> tuple[Tokenizer, list[tuple[int, str]], bool]:
+    name = fields.get("tokenizer.ggml.pre")
+    if not isinstance(name, str) or name not in STYLES:
+        raise CheckpointError(f"gguf: pre-tokenizer {name!r} is not supported (supported: {list(STYLES)})")
+    style = STYLES[name]
     merges = [_pair(merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
     try:
         tokenizer = Tokenizer(
@@ -86,23 +78,31 @@ def build_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> BuiltTokenize
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = style.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    special = [(i, tokens[i]) for i, kind in enumerate(types) if kind == _CONTROL]
+    special = [(i, tokens[i]) for i, kind in enumerate(types) if kind == CONTROL]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for _, text in special])
-    added = [tokens[i] for i, kind in enumerate(types) if kind == _USER_DEFINED]
+    added = [tokens[i] for i, kind in enumerate(types) if kind == USER_DEFINED]
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
-    bos, eos = (_token(fields, tokens, f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos"))
-    add_bos = bool(fields.get("tokenizer.ggml.add_bos_token", style.add_bos)) and bos is not None
-    if add_bos:
-        assert bos is not None
-        tokenizer.post_processor = processors.Sequence(
-            [
-                processors.ByteLevel(trim_offsets=False),
-                processors.TemplateProcessing(
-                    single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokens.index(bos))]
-                ),
-            ]
-        )
-    return BuiltTokenizer(tokenizer.to_str().encode(), special, bos, eos, add_bos)
+    return tokenizer, special, style.add_bos
+
+
+def _sentencepiece(
+    fields: Mapping[str, Any], tokens: list[str], types: list[int]
+) -> tuple[Tokenizer, list[tuple[int, str]], bool]:
+    scores = fields.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list):
+        raise CheckpointError("gguf: tokenizer.ggml.scores is not a list")
+    charsmap = fields.get("tokenizer.ggml.precompiled_charsmap") or []
+    if not isinstance(charsmap, list) or not all(isinstance(i, int) and -128 <= i < 256 for i in charsmap):
+        raise CheckpointError("gguf: tokenizer.ggml.precompiled_charsmap is not a list of bytes")
+    vocabulary = sentencepiece.Vocabulary(
+        pieces=tokens,
+        scores=scores,
+        types=types,
+        dummy_prefix=bool(fields.get("tokenizer.ggml.add_space_prefix", True)),
+        squeeze=bool(fields.get("tokenizer.ggml.remove_extra_whitespaces", False)),
+        charsmap=bytes(i & 0xFF for i in charsmap),
+    )
+    return sentencepiece.build(vocabulary), vocabulary.special_tokens(), True
 
 
 def _pair(merge: str) -> tuple[str, str]:

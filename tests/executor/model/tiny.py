@@ -83,7 +83,9 @@ def make_tiny_llama(path: str | Path, seed: int = 0, **overrides: Any) -> Path:
     make_tokenizer(settings["vocab_size"]).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS})
+        json.dumps(
+            {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "add_bos_token": False}
+        )
     )
     (folder / "generation_config.json").write_text(
         json.dumps({"bos_token_id": settings["bos_token_id"], "eos_token_id": [settings["eos_token_id"]]})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -16,9 +16,9 @@ from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire.channels import Options, channel_options, split_addresses
 from stepwire.credentials import bearer
 from stepwire.errors import RequestError
-from stepwire.generation import Generation
+from stepwire.generation import Generation, Progress
 from stepwire.request import Prompt, build, detokenize_request, tokenize_request
-from stepwire.types import Chunk, Completion, Model, Started, Usage
+from stepwire.types import Chunk, Completion, Model
 
 
 class AsyncClient:
@@ -32,11 +32,13 @@ class AsyncClient:
         metadata: Sequence[tuple[str, str]] = (),
         api_key: str = "",
         retry_for: float = 60.0,
+        on_break: Callable[[RequestError], None] | None = None,
         options: Options = (),
     ) -> None:
         arguments = channel_options(options)
         self._metadata = (*metadata, *(bearer(api_key) if api_key else ()))
         self._retry_for = retry_for
+        self._on_break = on_break
         self._channels = [
             grpc.aio.insecure_channel(target, arguments)
             if credentials is None
@@ -49,7 +51,11 @@ class AsyncClient:
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **parameters: Any) -> AsyncStream:
         """Generate; iterate over the result for its chunks. `parameters`: those of ``stepwire.request.build``."""
         generation = Generation(
-            build(prompt, **parameters), timeout=timeout, retry_for=self._retry_for, addresses=len(self._stubs)
+            build(prompt, **parameters),
+            timeout=timeout,
+            retry_for=self._retry_for,
+            addresses=len(self._stubs),
+            on_break=self._on_break,
         )
         return AsyncStream(self, generation)
 
@@ -126,7 +132,7 @@ class AsyncClient:
         await self.close()
 
 
-class AsyncStream:
+class AsyncStream(Progress):
     """See ``stepwire.client.Stream``."""
 
     def __init__(self, client: AsyncClient, generation: Generation) -> None:
@@ -135,19 +141,6 @@ class AsyncStream:
         self._call: grpc.aio.UnaryStreamCall | None = None
         self._cancelled = asyncio.Event()
         self._chunks = self._run()
-
-    @property
-    def started(self) -> Started | None:
-        return self._generation.started
-
-    @property
-    def usage(self) -> Usage | None:
-        return self._generation.usage
-
-    @property
-    def continuations(self) -> int:
-        """How often the stream broke off and went on."""
-        return self._generation.continuations
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self._chunks

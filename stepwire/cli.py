@@ -26,23 +26,50 @@ from stepwire import admin, credentials
 from stepwire.channels import OPTIONS, split_addresses
 from stepwire.client import Client, Stream
 from stepwire.errors import RequestError
-from stepwire.request import Prompt
+from stepwire.request import INT32, UINT32, UINT64, Prompt
 from stepwire.types import Chunk, Completion
+
+MOST_SECONDS = 10**9
+
+
+def _within(fits: range) -> Callable[[str], int]:
+    """An integer that its field can hold; what the server makes of it, it says itself."""
+
+    def number(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if value not in fits:
+            raise argparse.ArgumentTypeError(f"{value}: must be {fits.start} to {fits.stop - 1}")
+        return value
+
+    return number
+
+
+_uint32 = _within(UINT32)
 
 
 def _token_ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids like 1,2,3") from None
+    return [_uint32(part) for part in text.split(",")]
 
 
 def _bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
     try:
-        return int(token), float(value)
+        return _uint32(token), float(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not ID=BIAS") from None
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds") from None
+    if not 0 < value <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0, up to {MOST_SECONDS}")
+    return value
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
     common.add_argument("--tls-ca", type=Path, metavar="FILE", help="use TLS; this PEM says who signed the server")
     common.add_argument("--tls-cert", type=Path, metavar="FILE", help="what this client shows (PEM)")
     common.add_argument("--tls-key", type=Path, metavar="FILE", help="... and its private key")
-    common.add_argument("--timeout", type=float, help="seconds for the whole request")
+    common.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="for the whole request")
     common.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
     generate = commands.add_parser("generate", parents=[common], help="generate text from a prompt")
@@ -69,30 +96,39 @@ def parser() -> argparse.ArgumentParser:
     )
     generate.add_argument("--system", metavar="TEXT", help="a system message before it (implies --chat)")
     generate.add_argument("--model", default="", help="a name from `stepwire models`; not needed where one is served")
-    generate.add_argument("--max-tokens", type=int, metavar="N", help="output tokens a choice")
+    generate.add_argument(
+        "--retry-for",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="without a word from a server, then the request is given up (%(default)g)",
+    )
+    generate.add_argument("--max-tokens", type=_uint32, metavar="N", help="output tokens a choice")
     generate.add_argument("--temperature", type=float)
-    generate.add_argument("--top-k", type=int)
+    generate.add_argument("--top-k", type=_uint32)
     generate.add_argument("--top-p", type=float)
     generate.add_argument("--min-p", type=float)
-    generate.add_argument("--seed", type=int)
-    generate.add_argument("-n", type=int, help="choices")
+    generate.add_argument("--seed", type=_within(UINT64))
+    generate.add_argument("-n", type=_uint32, help="choices")
     generate.add_argument("--repetition-penalty", type=float)
     generate.add_argument("--frequency-penalty", type=float)
     generate.add_argument("--presence-penalty", type=float)
     generate.add_argument("--logit-bias", type=_bias, action="append", default=[], metavar="ID=BIAS")
     generate.add_argument("--allowed-token-ids", type=_token_ids, default=[], metavar="1,2,3")
-    generate.add_argument("--min-tokens", type=int, metavar="N")
+    generate.add_argument("--min-tokens", type=_uint32, metavar="N")
     generate.add_argument("--include-stop", action="store_true", help="the text keeps what ended it")
-    generate.add_argument("--logprobs", type=int, metavar="K", help="with --json: of each token and K alternatives")
-    generate.add_argument("--prompt-logprobs", type=int, metavar="K", help="with --json: the same of the prompt")
+    generate.add_argument("--logprobs", type=_uint32, metavar="K", help="with --json: of each token and K alternatives")
+    generate.add_argument("--prompt-logprobs", type=_uint32, metavar="K", help="with --json: the same of the prompt")
     generate.add_argument("--prompt-token-ids", action="store_true", help="with --json: show the prompt's ids")
     generate.add_argument("--show-special-tokens", action="store_true")
     generate.add_argument("--tenant", default="", help="whose request it is, where no API key says so")
     generate.add_argument("--bypass-prefix-cache", action="store_true")
     generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="may be given several times")
-    generate.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", dest="stop_token_ids")
+    generate.add_argument(
+        "--stop-token-id", action="append", default=[], type=_uint32, metavar="ID", dest="stop_token_ids"
+    )
     generate.add_argument("--ignore-eos", action="store_true", help="go on past the model's end of text")
-    generate.add_argument("--priority", type=int, default=0, help="lower goes first, -100 to 100 (0)")
+    generate.add_argument("--priority", type=_within(INT32), default=0, help="lower goes first, -100 to 100 (0)")
     generate.add_argument("--request-id", default="")
 
     commands.add_parser("models", parents=[common], help="list the models that are served")
@@ -257,7 +293,13 @@ def _run(args: argparse.Namespace) -> None:
         with channel:
             admin.run(channel, args, api_key)
         return
-    with Client(args.address or "127.0.0.1:50051", credentials=secure, api_key=api_key) as client:
+    address = args.address or "127.0.0.1:50051"
+    retry_for = getattr(args, "retry_for", 60.0)
+
+    def on_break(error: RequestError) -> None:
+        print(f"stepwire: {address}: {error}; trying again for up to {retry_for:g} s", file=sys.stderr, flush=True)
+
+    with Client(address, credentials=secure, api_key=api_key, retry_for=retry_for, on_break=on_break) as client:
         _COMMANDS[args.command](client, args)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +15,9 @@ from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire.channels import Options, channel_options, split_addresses
 from stepwire.credentials import bearer
 from stepwire.errors import RequestError
-from stepwire.generation import Generation
+from stepwire.generation import Generation, Progress
 from stepwire.request import Prompt, build, detokenize_request, tokenize_request
-from stepwire.types import Chunk, Completion, Model, Started, Usage
+from stepwire.types import Chunk, Completion, Model
 
 Metadata = Sequence[tuple[str, str]]
 
@@ -27,7 +27,8 @@ class Client:
 
     `address`: ``host:port``, or several (a sequence, or separated by commas), taken in turn. `credentials`: for TLS
     (``stepwire.credentials.tls``); without, plain text. `metadata`: sent with every call; `api_key` as one of it.
-    `retry_for`: seconds without a message after which a broken stream is given up. `options`: more gRPC channel
+    `retry_for`: seconds without a message after which a broken stream is given up. `on_break`: called with the reason
+    when a stream can begin or go on at none of the addresses, before they are tried again. `options`: more gRPC channel
     arguments. Safe to use from several threads.
     """
 
@@ -39,11 +40,13 @@ class Client:
         metadata: Metadata = (),
         api_key: str = "",
         retry_for: float = 60.0,
+        on_break: Callable[[RequestError], None] | None = None,
         options: Options = (),
     ) -> None:
         arguments = channel_options(options)
         self._metadata = (*metadata, *(bearer(api_key) if api_key else ()))
         self._retry_for = retry_for
+        self._on_break = on_break
         self._channels = [
             grpc.insecure_channel(target, arguments)
             if credentials is None
@@ -56,7 +59,11 @@ class Client:
     def stream(self, prompt: Prompt, *, timeout: float | None = None, **parameters: Any) -> Stream:
         """Generate; iterate over the result for its chunks. `parameters`: those of ``stepwire.request.build``."""
         generation = Generation(
-            build(prompt, **parameters), timeout=timeout, retry_for=self._retry_for, addresses=len(self._stubs)
+            build(prompt, **parameters),
+            timeout=timeout,
+            retry_for=self._retry_for,
+            addresses=len(self._stubs),
+            on_break=self._on_break,
         )
         return Stream(self, generation)
 
@@ -141,7 +148,7 @@ class Client:
         self.close()
 
 
-class Stream:
+class Stream(Progress):
     """The chunks of one request. ``started`` and ``usage`` are known from the first and the last chunk on."""
 
     def __init__(self, client: Client, generation: Generation) -> None:
@@ -150,19 +157,6 @@ class Stream:
         self._call: grpc.Call | None = None
         self._cancelled = threading.Event()
         self._chunks = self._run()
-
-    @property
-    def started(self) -> Started | None:
-        return self._generation.started
-
-    @property
-    def usage(self) -> Usage | None:
-        return self._generation.usage
-
-    @property
-    def continuations(self) -> int:
-        """How often the stream broke off and went on."""
-        return self._generation.continuations
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks

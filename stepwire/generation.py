@@ -53,7 +53,8 @@ def pushback_seconds(metadata: Sequence[tuple[str, str | bytes]]) -> float | Non
 
 class Generation:
     """`retry_for`: seconds without a single message after which a broken request is given up; `timeout`: seconds for
-    the whole request; `addresses`: how many servers are taken in turn (the first failure of each costs no delay)."""
+    the whole request; `addresses`: how many servers are taken in turn (the first failure of each costs no delay).
+    `on_break`: told why, when none of them could begin or go on, before they are tried again."""
 
     def __init__(
         self,
@@ -62,6 +63,7 @@ class Generation:
         timeout: float | None = None,
         retry_for: float = 60.0,
         addresses: int = 1,
+        on_break: Callable[[RequestError], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._original = request
@@ -69,6 +71,7 @@ class Generation:
         self._deadline = None if timeout is None else clock() + timeout
         self._retry_for = retry_for
         self._addresses = addresses
+        self._on_break = on_break
         self._failures = 0  # in a row
         self._last_progress = clock()
         n = request.sampling.n if request.sampling.HasField("n") else 1
@@ -173,9 +176,12 @@ class Generation:
                 delay = min(FIRST_DELAY * GROWTH**exponent, MAX_DELAY) * random.uniform(0.75, 1.25)
         now = self._clock()
         if now + delay - self._last_progress > self._retry_for:
-            raise error
+            raise RequestError(code, f"{message} (given up after {self._retry_for:g} s)")
         if self._deadline is not None and now + delay >= self._deadline:
             raise RequestError(grpc.StatusCode.DEADLINE_EXCEEDED, f"no time left to try again after {error}")
+        # A stream that goes on elsewhere at once is nothing to speak of.
+        if self._on_break is not None and self._failures == self._addresses + (self.started is not None):
+            self._on_break(error)
         return delay
 
     def _settled(self) -> bool:
@@ -200,3 +206,24 @@ class Generation:
                 Choice(index, "".join(choice.text), tuple(choice.token_ids), choice.finish, tuple(choice.logprobs))
             )
         return Completion(self.started, tuple(choices), self.usage, tuple(self.prompt_logprobs))
+
+
+class Progress:
+    """What can be asked of a stream, blocking or not, at any time."""
+
+    _generation: Generation
+
+    @property
+    def started(self) -> Started | None:
+        """None before the first message."""
+        return self._generation.started
+
+    @property
+    def usage(self) -> Usage | None:
+        """None before the last message."""
+        return self._generation.usage
+
+    @property
+    def continuations(self) -> int:
+        """How often the stream broke off and went on."""
+        return self._generation.continuations

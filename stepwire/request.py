@@ -10,6 +10,15 @@ from protos.stepwire.v1 import inference_pb2 as pb
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
+UINT32, UINT64, INT32 = range(2**32), range(2**64), range(-(2**31), 2**31)
+
+
+def check_number(name: str, value: object, fits: range) -> None:
+    """Raises ValueError for an integer that its field cannot hold; the server never sees it."""
+    if isinstance(value, int) and value not in fits:
+        raise ValueError(f"{name} is {value}: must be {fits.start} to {fits.stop - 1}")
+
+
 def build(
     prompt: Prompt,
     *,
@@ -40,7 +49,20 @@ def build(
     tenant: str = "",
     bypass_prefix_cache: bool = False,
 ) -> pb.GenerateRequest:
-    """Ranges and defaults: protos/stepwire/v1/inference.proto. The server checks them; only types are checked here."""
+    """Ranges and defaults: protos/stepwire/v1/inference.proto. The server checks them; here ValueError names a number
+    that does not fit into its field."""
+    for name, value in (
+        ("max_tokens", max_tokens), ("min_tokens", min_tokens), ("top_k", top_k), ("n", n), ("logprobs", logprobs),
+        ("prompt_logprobs", prompt_logprobs),
+    ):  # fmt: skip
+        check_number(name, value, UINT32)
+    check_number("seed", seed, UINT64)
+    check_number("priority", priority, INT32)
+    for name, ids in (
+        ("stop_token_ids", stop_token_ids), ("allowed_token_ids", allowed_token_ids), ("logit_bias", logit_bias or ()),
+    ):  # fmt: skip
+        for token in ids:
+            check_number(name, token, UINT32)
     request = pb.GenerateRequest(
         request_id=request_id,
         model=model,
@@ -89,6 +111,8 @@ def build(
             request.chat.messages.add(role=message["role"], content=message["content"])
     else:
         request.token_ids.SetInParent()
+        for number in prompt:
+            check_number("prompt", number, UINT32)
         request.token_ids.ids.extend(prompt)  # type: ignore[arg-type]
     return request
 
@@ -100,6 +124,8 @@ def tokenize_request(prompt: str | Sequence[Mapping[str, str]], model: str, bos:
 
 
 def detokenize_request(ids: Sequence[int], model: str, skip_special_tokens: bool | None) -> pb.DetokenizeRequest:
+    for token in ids:
+        check_number("ids", token, UINT32)
     request = pb.DetokenizeRequest(model=model, ids=ids)
     if skip_special_tokens is not None:
         request.skip_special_tokens = skip_special_tokens

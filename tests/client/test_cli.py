@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import grpc
+import pytest
 
 from tests.client.fake_server import Break, FakeServer, expected_ids, expected_text
 
@@ -90,6 +92,48 @@ def test_a_refusal_is_one_line_and_status_1() -> None:
 def test_usage_errors_are_status_2() -> None:
     assert run("generate").returncode == 2
     assert run("generate", "--token-ids", "1,x").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--top-k", "-1"), "--top-k: -1: must be 0 to 4294967295"),
+        (("--max-tokens", "4294967296"), "--max-tokens: 4294967296: must be 0 to 4294967295"),
+        (("--seed", "18446744073709551616"), "--seed: 18446744073709551616: must be 0 to 18446744073709551615"),
+        (("--priority", "2147483648"), "--priority: 2147483648: must be -2147483648 to 2147483647"),
+        (("--logit-bias", "-1=2"), "--logit-bias: -1: must be 0 to 4294967295"),
+        (("--allowed-token-ids", "1,4294967296"), "--allowed-token-ids: 4294967296: must be"),
+        (("--timeout", "nan"), "--timeout: nan: must be above 0"),
+        (("--retry-for", "-2"), "--retry-for: -2: must be above 0"),
+    ],
+)
+def test_a_number_that_no_field_can_hold_is_refused_by_name(flags: tuple[str, ...], named: str) -> None:
+    option, value = flags
+    done = run("generate", "hi", "--address", "127.0.0.1:1", f"{option}={value}")
+    assert done.returncode == 2
+    assert f"argument {named}" in done.stderr
+
+
+def test_no_server_is_said_at_once_and_the_wait_ends() -> None:
+    with socket.socket() as taken:  # bound, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        process = subprocess.Popen(
+            [sys.executable, "-m", "stepwire", "generate", "hi", "--address", address, "--retry-for", "1.5"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        assert process.poll() is None, "it waits"
+        assert first.startswith(f"stepwire: {address}: UNAVAILABLE: ")
+        assert first.endswith("; trying again for up to 1.5 s\n")
+        rest = process.stderr.read()
+        process.stderr.close()
+        assert process.wait(30) == 1
+    assert rest.startswith("stepwire: UNAVAILABLE: ")
+    assert rest.endswith("(given up after 1.5 s)\n")
+    assert rest.count("\n") == 1
 
 
 def test_a_closed_pipe_is_quiet() -> None:

@@ -41,6 +41,17 @@ def test_one_stop_string_may_stand_alone() -> None:
     assert list(build("hi", stop=["a", "b"]).stopping.stop) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("top_k", -1), ("seed", 2**64), ("priority", 2**31), ("stop_token_ids", [3, -2]), ("logit_bias", {2**32: 1.0})],
+)
+def test_a_number_that_no_field_can_hold_is_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} is -?\d+: must be -?\d+ to \d+$"):
+        build("hi", **{name: value})
+    with pytest.raises(ValueError, match="^prompt is -1"):
+        build([5, -1])
+
+
 def test_addresses() -> None:
     assert split_addresses("a:1, b:2,") == ["a:1", "b:2"]
     with pytest.raises(ValueError, match="at least one"):

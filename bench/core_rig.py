@@ -17,6 +17,7 @@ import numpy as np
 
 from protos import front, step
 from protos.wire import LE_INT32, pack_int32, unpack_int32
+from scheduler_svc.core import garbage
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.outbox import EXECUTOR
@@ -115,6 +116,7 @@ class CoreRig:
         self.core.on_front(WORKER, front.Attach(front.FRONT_VERSION, "w", 1, self.worker.window), self.now)
         self.core.on_executor(SESSION, self.executor.hello, self.now)
         self.turn()
+        garbage.take_over()
 
     def prompt(self, tokens: int) -> bytes:
         return pack_int32(self._random.integers(3, VOCAB, tokens))
@@ -153,6 +155,7 @@ class CoreRig:
             core.advance(now)
             for destination, message in core.take_outbox():
                 sent.append((destination.kind, encode(message)))
+            garbage.collect_if_worth(quiet=False)
             cost = TurnCost(time.thread_time() - cpu, time.perf_counter() - wall)
 
         cost.result_bytes = len(result) if result is not None else 0

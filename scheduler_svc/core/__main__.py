@@ -11,14 +11,15 @@ import zmq
 
 from protos.link_keys import read_secret
 from scheduler_svc import logs
+from scheduler_svc.core import garbage
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
 from scheduler_svc.core.recording import RecordingCore
 from scheduler_svc.core.tenants import NO_LIMITS, load_limits
-
 from scheduler_svc.reloaded import Reloaded
+
 # Option -> (field of CoreConfig, what it means).
 _OPTIONS = {
     "--depth": ("depth", "plans unanswered per executor"),
@@ -93,6 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"scheduler core: {error}", file=sys.stderr)
         return 2
     shell.stop_on_signals()
+    garbage.take_over()
     log.info("core listens", extra={"executors": shell.listening, "front": options.front})
     try:
         shell.run(clock)

@@ -31,7 +31,7 @@ class BlockPool:
         self.owned = 0
         self.lru: OrderedDict[int, None] = OrderedDict()  # cached blocks, least recently used first
         self.in_cache: Container[int] = ()  # the prefix cache's blocks, kept by it
-        self.on_evict: Callable[[list[int]], None] = _nothing_to_forget
+        self.on_evict: Callable[[list[int]], None] = nothing_to_forget
         self._refs: list[int] = []  # of the blocks handed out at least once
         self._stack: list[int] = []  # free ones of them
 
@@ -79,8 +79,18 @@ class BlockPool:
     def release(self, blocks: list[int]) -> None:
         """Drop one reference on each block of a sequence, given in sequence order (tails are evicted first)."""
         refs, in_cache, lru, stack = self._refs, self.in_cache, self.lru, self._stack
-        if 0 in [refs[block] for block in blocks]:
+        counts = [refs[block] for block in blocks]
+        if 0 in counts:
             raise RuntimeError("a block was released twice")
+        if counts.count(1) == len(blocks):  # nobody else holds any of them
+            for block in reversed(blocks):
+                refs[block] = 0
+                if block in in_cache:
+                    lru[block] = None
+                else:
+                    stack.append(block)
+            self.owned -= len(blocks)
+            return
         for block in reversed(blocks):
             left = refs[block] - 1
             refs[block] = left
@@ -133,5 +143,5 @@ class BlockPool:
         return blocks
 
 
-def _nothing_to_forget(blocks: list[int]) -> None:
+def nothing_to_forget(blocks: list[int]) -> None:
     """A pool without a prefix cache."""

@@ -72,9 +72,13 @@ class Committer:
         table = executor.table
 
         faulty = {(fault.slot, fault.generation) for fault in result.faults} if result.faults else None
+        prefilled: list[Sequence] = []
         for slot, generation, count in record.prefill:
-            if table.live_generation[slot] == generation and not (faulty and (slot, generation) in faulty):
-                table.done[slot] += count
+            sequence = table.sequences[slot]
+            if sequence is not None and sequence.generation == generation:
+                prefilled.append(sequence)
+                if not (faulty and (slot, generation) in faulty):
+                    table.done[slot] += count
 
         delivery = _Delivery()
         live = table.live_generation.take(slots) == generations
@@ -84,11 +88,8 @@ class Committer:
             ended = self._apply_live(executor, slots[live], tokens[live], delivery)
             gone = ~live
             ended += self._apply_gone(executor, slots[gone], generations[gone], tokens[gone], delivery, now)
-        for slot, generation, _ in record.prefill:
-            if table.live_generation[slot] == generation:
-                sequence = table.sequences[slot]
-                assert sequence is not None
-                self._residency.register(executor, sequence)
+        for sequence in prefilled:
+            self._residency.register(executor, sequence)
         if logprobs:
             self._add_logprobs(logprobs, delivery)
         self._send(delivery)
@@ -127,12 +128,15 @@ class Committer:
         if table.num_with_stop_ids:
             over |= table.has_stop_ids.take(slots)
         ended: list[tuple[Sequence, int, int]] = []
-        for row in np.flatnonzero(over).tolist():
-            sequence = table.sequences[slots[row]]
-            assert sequence is not None
-            reason = end_reason(sequence, int(tokens[row]), int(length[row]), bool(executor.model.is_eos[tokens[row]]))
-            if reason:
-                ended.append((sequence, reason, int(tokens[row]) if reason != front.LENGTH else -1))
+        rows = np.flatnonzero(over)
+        if len(rows):
+            columns = (slots[rows].tolist(), tokens[rows].tolist(), length[rows].tolist(), stopped[rows].tolist())
+            for slot, token, known, is_eos in zip(*columns, strict=True):
+                sequence = table.sequences[slot]
+                assert sequence is not None
+                reason = end_reason(sequence, token, known, is_eos)
+                if reason:
+                    ended.append((sequence, reason, token if reason != front.LENGTH else -1))
         return ended
 
     def _apply_gone(

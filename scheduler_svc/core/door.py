@@ -12,6 +12,9 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.models import ModelEntry
 from scheduler_svc.prefix_hash import HASH_BYTES
 
+_ONE_CHOICE = front.Choice(0)
+_largest = np.maximum.reduce
+
 
 class Refusal(Exception):
     """Carries the Rejected to send."""
@@ -43,9 +46,10 @@ def token_limit(submit: front.Submit, model: ModelEntry, config: CoreConfig, now
 
     A sequence may end at the context's end (LENGTH). It is refused if no known executor could hold what it asks for.
     """
-    for field, time in (("arrival", submit.arrival), ("deadline", submit.deadline)):
-        if not math.isfinite(time):
-            raise Refusal(front.INVALID_ARGUMENT, f"{field} is not a time", field, time)
+    if not math.isfinite(submit.arrival + submit.deadline):
+        for field, time in (("arrival", submit.arrival), ("deadline", submit.deadline)):
+            if not math.isfinite(time):
+                raise Refusal(front.INVALID_ARGUMENT, f"{field} is not a time", field, time)
     if submit.deadline > 0.0 and submit.deadline <= now:
         raise Refusal(front.DEADLINE_EXCEEDED, "the deadline passed", "deadline", submit.deadline, now)
     if submit.sampling.grammar:
@@ -53,11 +57,15 @@ def token_limit(submit: front.Submit, model: ModelEntry, config: CoreConfig, now
     prompt_tokens = _check_ids("prompt", submit.prompt, model)
     if prompt_tokens == 0:
         raise Refusal(front.INVALID_ARGUMENT, "the prompt is empty", "prompt", 0, 1)
-    _check_ids("stop_ids", submit.stop_ids, model)
-    most_outputs = max([_check_ids("outputs", choice.outputs, model) for choice in submit.choices])
-    indices = [choice.index for choice in submit.choices]
-    if max(indices) > 255 or len(set(indices)) != len(indices):
-        raise Refusal(front.INVALID_ARGUMENT, "choice indices must differ and be below 256", "choices", indices, 255)
+    if submit.stop_ids:
+        _check_ids("stop_ids", submit.stop_ids, model)
+    most_outputs = 0
+    if len(submit.choices) > 1 or submit.choices[0] != _ONE_CHOICE:
+        most_outputs = max([_check_ids("outputs", choice.outputs, model) for choice in submit.choices])
+        indices = [choice.index for choice in submit.choices]
+        if max(indices) > 255 or len(set(indices)) != len(indices):
+            text = "choice indices must differ and be below 256"
+            raise Refusal(front.INVALID_ARGUMENT, text, "choices", indices, 255)
     hashes = len(submit.block_hashes)
     if hashes and hashes != HASH_BYTES * (prompt_tokens // model.block_size):
         expected = HASH_BYTES * (prompt_tokens // model.block_size)
@@ -121,7 +129,7 @@ def _check_ids(field: str, data: bytes, model: ModelEntry) -> int:
         ids = unpack_int32(data)
     except WireError as error:
         raise Refusal(front.INVALID_ARGUMENT, str(error), field) from error
-    if len(ids) and int(ids.view(np.uint32).max()) >= model.vocab_size:
+    if int(_largest(ids.view(np.uint32))) >= model.vocab_size:
         bad = int(ids[ids.view(np.uint32) >= model.vocab_size][0])
         message = f"token id {bad} is outside the vocabulary of {model.vocab_size}"
         raise Refusal(front.INVALID_ARGUMENT, message, field, bad, model.vocab_size - 1)

@@ -62,6 +62,8 @@ class ExecutorState:
         self.start_epoch(Epoch(0, 0))
 
     def start_epoch(self, epoch: Epoch) -> None:
+        if self.epochs:
+            self.cache.close()
         self.epoch = epoch
         self.epochs += 1
         self.seq = 0  # of the newest plan

@@ -80,6 +80,7 @@ class Fleet:
         executor.pace = Pace(self._config.itl_target)
         entry.executors.append(executor)
         entry.expected.pop(hello.executor, None)
+        entry.executors_changed()
         self.sessions[session] = executor
         self.reputations.setdefault(hello.executor, Reputation())
         self._outbox.add_peer(Destination(EXECUTOR, session))
@@ -88,6 +89,7 @@ class Fleet:
     def leave(self, executor: ExecutorState, expected_back: bool, now: float) -> None:
         """The session is over; its sequences were taken from it before."""
         executor.status = ExecutorStatus.GONE
+        executor.cache.close()
         del self.sessions[executor.session]
         self._outbox.drop_peer(Destination(EXECUTOR, executor.session))
         entry = executor.model
@@ -96,6 +98,7 @@ class Fleet:
         if expected_back and all(other.name != executor.name for other in entry.executors):
             until = now + self._config.expect_executor_for
             entry.expected[executor.name] = (until, executor.max_sequence_tokens)
+        entry.executors_changed()
 
     # -- reputation --------------------------------------------------------------------------------------------------
 
@@ -125,6 +128,7 @@ class Fleet:
             for name, (until, _) in list(entry.expected.items()):
                 if until <= now:
                     del entry.expected[name]
+                    entry.executors_changed()
                     changed = True
             idle = not entry.executors and not entry.live_streams and not entry.expected
             if idle and now - entry.empty_since >= self._config.forget_model_after:

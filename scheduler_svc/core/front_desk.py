@@ -39,6 +39,11 @@ class FrontDesk:
 
     def handle(self, peer: bytes, message: front.ToCore, now: float) -> None:
         core = self._core
+        if isinstance(message, front.Submit):
+            worker = core.workers.by_peer.get(peer)
+            if worker is not None:
+                self._submit(worker, message, now)
+                return
         if isinstance(message, front.Attach):
             self._attach(peer, message)
             return
@@ -59,10 +64,8 @@ class FrontDesk:
             core.outbox.to_worker(peer, front.Reattach())
             return
         match message:
-            case front.Submit():
-                self._submit(worker, message, now)
             case front.Credit():
-                worker.credited = max(worker.credited, min(message.tokens, worker.sent))
+                worker.credit(message)
             case front.Seen():
                 self._seen(worker, message)
             case front.Stop():
@@ -175,8 +178,8 @@ class FrontDesk:
             raise Refusal(
                 front.ALREADY_EXISTS, f"request {submit.request_id!r} is live", "request_id", submit.request_id
             )
-        queued = sum(model.queue.tokens[submit.tenant] for model in core.fleet.models.values())
-        core.tenants.check(submit, queued, replaced, now)
+        queues = [model.queue for model in core.fleet.models.values()]
+        core.tenants.check(submit, sum([queue.tokens[submit.tenant] for queue in queues]), replaced, now)
         for old in replaced:
             if core.streams.by_key.get(old.key) is not old:
                 continue  # it was both
@@ -205,6 +208,8 @@ class FrontDesk:
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         """A continuation may come with all its tokens already."""
+        if not sequence.outputs and sequence.prompt_len < sequence.limit:
+            return
         last = int(sequence.output_ids()[-1]) if sequence.outputs else -1
         is_eos = last >= 0 and bool(sequence.stream.model.is_eos[last])
         reason = end_reason(sequence, last, sequence.known, is_eos)

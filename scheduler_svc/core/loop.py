@@ -20,12 +20,13 @@ import zmq
 from protos import front, step
 from protos.wire import MAX_FRAME_BYTES, WireError
 from scheduler_svc import link_security
+from scheduler_svc.core import garbage
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.outbox import EXECUTOR, WORKER, Destination, Message
-
 from scheduler_svc.core.tenants import LimitsFile
 from scheduler_svc.reloaded import INTERVAL, Reloaded
+
 _FRAMES_A_TURN = 512  # from each socket, so that neither starves the other or the plans
 _LONGEST_WAIT = 1.0  # seconds
 _STALL = 0.5  # seconds more that a turn took: others' silence in that time says nothing about them
@@ -47,9 +48,9 @@ class Shell:
         link_security.require_secure(listen, secret)
         self.core = core
         self._injector = injector
-        self._context = zmq.Context()
         self._limits = limits
         self._limits_seen = 0.0
+        self._context = zmq.Context()
         self._executors = self._router()
         self._guard = link_security.apply_server(self._context, self._executors, secret) if secret else None
         self._executors.bind(listen)
@@ -107,9 +108,10 @@ class Shell:
             deadline = core.next_deadline()
             if deadline is not None and deadline <= now:
                 core.on_tick(now)
-            core.advance(now)
             self._look_at_limits(now)
+            core.advance(now)
             self._send_all(clock)
+            garbage.collect_if_worth(quiet=not ready)
 
     def close(self) -> None:
         for router in (self._executors, self._workers):
@@ -124,13 +126,13 @@ class Shell:
         self._wake_reader.close()
         self._wake_writer.close()
 
-    # -- frames ------------------------------------------------------------------------------------------------------
-
     def _look_at_limits(self, now: float) -> None:
         if self._limits is not None and now - self._limits_seen >= INTERVAL:
             self._limits_seen = now
             if self._limits.changed():
                 self.core.on_limits(self._limits.settings)
+
+    # -- frames ------------------------------------------------------------------------------------------------------
 
     def _receive(
         self,

@@ -32,17 +32,14 @@ class ModelEntry:
         self.is_eos = np.zeros(card.vocab_size, dtype=bool)
         ids = [token for token in card.eos_token_ids if token < card.vocab_size]
         self.is_eos[ids] = True
+        self.executors_changed()
+
+    def executors_changed(self) -> None:
+        """To be called after every change of `executors` and `expected`: each request asks for these."""
+        known = [e.max_sequence_tokens for e in self.executors] + [tokens for _, tokens in self.expected.values()]
+        self.max_sequence_tokens = max(known, default=0)  # the most that any known executor can hold
+        self.context_length = max((e.card.context_length for e in self.executors), default=self.card.context_length)
 
     @property
     def ready(self) -> list[ExecutorState]:
         return [e for e in self.executors if e.status is ExecutorStatus.READY]
-
-    @property
-    def max_sequence_tokens(self) -> int:
-        """The most that any known executor can hold, here or expected back."""
-        known = [e.max_sequence_tokens for e in self.executors] + [tokens for _, tokens in self.expected.values()]
-        return max(known, default=0)
-
-    @property
-    def context_length(self) -> int:
-        return max((e.card.context_length for e in self.executors), default=self.card.context_length)

@@ -27,13 +27,13 @@ class Admitted(NamedTuple):
 class AdmissionLog:
     def __init__(self) -> None:
         self.count = 0
-        self._recent: deque[Admitted] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[tuple[object, ...]] = deque(maxlen=_REMEMBERED)  # the fields of Admitted
 
     def add(self, sequence: Sequence, now: float) -> None:
         self.count += 1
         stream = sequence.stream
         self._recent.append(
-            Admitted(
+            (
                 now,
                 stream.request_id,
                 sequence.salt,
@@ -49,7 +49,7 @@ class AdmissionLog:
         """Of the remembered admissions: those that came later than this one and went before it, with the rule."""
         return [
             (entry, _rule(waiting, entry))
-            for entry in self._recent
+            for entry in map(Admitted._make, self._recent)
             if entry.at >= waiting.enqueued and (entry.arrival, entry.order) > (waiting.arrival, waiting.order)
         ]
 

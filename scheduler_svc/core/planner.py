@@ -11,6 +11,7 @@ A steady step is a few vector operations over the rows; Python work is spent onl
 
 from __future__ import annotations
 
+import struct
 from collections import Counter
 
 import numpy as np
@@ -152,7 +153,7 @@ class Planner:
         """The next chunk of an admitted sequence, if budget and (for the chunk that samples) credit allow."""
         table = executor.table
         slot = sequence.slot
-        left = int(table.length[slot] - table.computed[slot])
+        left = table.length.item(slot) - table.computed[slot]
         count = min(left, draft.budget)
         if self._config.max_prefill_chunk:
             count = min(count, self._config.max_prefill_chunk)
@@ -184,23 +185,25 @@ class Planner:
         if full and alone is None and not self._idle(executor, draft, self._may_run(executor, draft)):
             return  # the common case under load, for nothing
         left_to: Counter[bytes] = Counter()
+        others = [other for other in executor.model.ready if other is not executor]
         for sequence in [alone] if alone is not None else executor.model.queue:
             if draft.budget <= 0:
                 sequence.waits_for = "a step with tokens to spare"
                 return
+            worker = sequence.stream.worker.index
             if not self._routing.may_admit(executor, sequence):
                 sequence.waits_for = "an executor that can hold and continue it"
                 continue
-            if draft.credit.get(sequence.stream.worker.index, 1) <= 0:
+            if draft.credit and draft.credit.get(worker, 1) <= 0:
                 sequence.waits_for = "credit of its API worker"
                 continue
-            if self._ran_ahead(sequence):
+            if sequence.stops_on_text and self._ran_ahead(sequence):
                 sequence.waits_for = "its API worker's acknowledgement"
                 continue
             if sequence.awaits_prompt_logprobs:
                 sequence.waits_for = "the prompt logprobs that its first choice computes"
                 continue
-            if alone is None and self._suspects.must_run_alone(sequence):
+            if alone is None and sequence.deaths and self._suspects.must_run_alone(sequence):
                 executor.isolated = sequence
                 sequence.waits_for = "an executor to itself"
                 if draft.prefill or len(draft.decode) or executor.inflight:
@@ -209,11 +212,12 @@ class Planner:
             hits = self._residency.lookup(executor, sequence)
             if alone is None and self._awaits_prefix(executor, sequence, len(hits), now):
                 continue
-            elsewhere = self._routing.better_place(executor, sequence, hits, left_to, now) if alone is None else None
-            if elsewhere is not None:
-                left_to[elsewhere.session] += 1
-                sequence.waits_for = "its turn on a better placed executor"
-                continue
+            if others and alone is None:
+                elsewhere = self._routing.better_place(executor, others, sequence, hits, left_to, now)
+                if elsewhere is not None:
+                    left_to[elsewhere.session] += 1
+                    sequence.waits_for = "its turn on a better placed executor"
+                    continue
             if not self._make_room(executor, sequence, hits, draft, now):
                 return
             slot = self._residency.admit(executor, sequence, hits)
@@ -358,10 +362,15 @@ def _admission(executor: ExecutorState, slot: int, sequence: Sequence) -> Admiss
         prompt=sequence.prompt,
         outputs=bytes(sequence.outputs),
         computed=sequence.cache_count * executor.block_size,
-        blocks=pack_int32(executor.table.blocks[slot]),
+        blocks=_packed(executor.table.blocks[slot]),
         sampling=sequence.sampling,
         prompt_scored=sequence.prompt_scored,
     )
+
+
+def _packed(blocks: list[int]) -> bytes:
+    """As pack_int32, which costs more for a few."""
+    return struct.pack(f"<{len(blocks)}i", *blocks) if len(blocks) < 64 else pack_int32(blocks)
 
 
 def _has_mates(record: PlanRecord, alone: Sequence) -> bool:

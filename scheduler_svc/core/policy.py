@@ -43,28 +43,30 @@ def within_credit(
 ) -> tuple[Rows, dict[int, int]]:
     """Decode rows whose worker has credit for one more token each, and what is left for prefill rows.
 
-    The second value maps a worker's index to the tokens that it may still be sent beyond these rows; a worker that is
-    not in it has plenty. Only workers near their window cost anything here.
+    The second value maps a worker's index to the first tokens that it may still be sent beyond these rows; a worker
+    that is not in it has plenty. Only workers near their allowance cost anything here.
     """
     unanswered = sum(e.inflight_rows for e in executors)
     left: dict[int, int] = {}
     most = unanswered + executor.table.max_slots  # no plan samples more rows than there are slots
-    tight = [worker for worker in workers.by_peer.values() if worker.room <= most]
+    tight = [
+        worker
+        for worker in workers.by_peer.values()
+        if worker.room <= unanswered + len(rows) or worker.room_for_first <= most
+    ]
     if not tight:
         return rows, left
-    for worker in tight:
-        left[worker.index] = max(0, worker.room - unanswered_of(worker.index, executors))
     columns = executor.table.worker[rows]
     keep = np.ones(len(rows), dtype=bool)
-    for index, room in left.items():
-        mine = np.flatnonzero(columns == index)
+    for worker in tight:
+        unanswered = unanswered_of(worker.index, executors)
+        room = max(0, worker.room - unanswered)
+        mine = np.flatnonzero(columns == worker.index)
         if len(mine) > room:
             # Take turns, or the low slots would eat all the credit.
             allowed = rotate(executor, rows[mine], room)
             keep[mine] = np.isin(rows[mine], allowed)
-            left[index] = 0
-        else:
-            left[index] = room - len(mine)
+        left[worker.index] = max(0, worker.room_for_first - unanswered - min(len(mine), room))
     return rows[keep], left
 
 

@@ -7,24 +7,25 @@ tenant's salt. A block becomes findable only when the plan that filled it was an
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import count
+from itertools import chain, repeat
 from typing import cast
 
-from scheduler_svc.core.blocks import BlockPool
+import msgspec
+import numpy as np
+
+from scheduler_svc.core.blocks import BlockPool, nothing_to_forget
 
 
-class Entry:
-    __slots__ = ("block", "hash", "live", "parent", "salt", "tokens", "uid")
+class Entry(msgspec.Struct, eq=False, gc=False):
+    """Made by the thousand, so it is a struct that Python's cycle collector never looks at."""
 
-    def __init__(self, uid: int, digest: bytes, parent: int, salt: str, tokens: bytes, block: int) -> None:
-        self.uid = uid
-        self.hash = digest
-        self.parent = parent  # uid of the entry before; 0: this is a first block
-        self.salt = salt
-        self.tokens = tokens
-        self.block = block
-        self.live = True
+    uid: int
+    hash: bytes
+    parent: int  # uid of the entry before; 0: this is a first block
+    salt: str
+    tokens: bytes
+    block: int
+    live: bool = True
 
     def holds(self, parent: int, salt: str, tokens: bytes) -> bool:
         return self.parent == parent and self.tokens == tokens and self.salt == salt
@@ -39,7 +40,8 @@ class PrefixCache:
         self.dropped = 0  # entries, ever: what was found while this stands still is there
         self._pool = pool
         self._width = 4 * block_size
-        self._uids = count(1)
+        self._content = np.dtype(f"V{self._width}")
+        self._next_uid = 1
         pool.in_cache = self.by_block
         pool.on_evict = self._evicted
 
@@ -69,16 +71,26 @@ class PrefixCache:
             parent = entry.uid
 
     def register(
-        self, digests: Iterable[bytes], parent: Entry | None, salt: str, tokens: bytes, blocks: list[int]
+        self, digests: list[bytes], parent: Entry | None, salt: str, tokens: bytes, blocks: list[int]
     ) -> Entry | None:
         """``blocks`` now hold ``tokens``, a block's each, one after the other and all after ``parent``. Returns the
         entry of the last content: where one was there before it stays (and its block the one that is found)."""
-        by_hash, by_block, width = self.by_hash, self.by_block, self._width
+        by_hash, by_block = self.by_hash, self.by_block
         parent_uid = parent.uid if parent is not None else 0
-        at = 0
-        for digest, block in zip(digests, blocks, strict=True):
-            content = tokens[at : at + width]
-            at += width
+        contents: list[bytes] = np.frombuffer(tokens, dtype=self._content).tolist()
+        count = len(contents)
+        if not len(digests) == len(blocks) == count:
+            raise ValueError(f"{len(digests)} hashes and {len(blocks)} blocks for {count} blocks of tokens")
+        new = by_hash.keys().isdisjoint(digests) and by_block.keys().isdisjoint(blocks)
+        if new and len(set(digests)) == count:  # nothing to compare with: all of them at once
+            first = self._next_uid
+            self._next_uid += count
+            uids = range(first, first + count)
+            entries = list(map(Entry, uids, digests, chain((parent_uid,), uids), repeat(salt), contents, blocks))
+            by_hash.update(zip(digests, entries, strict=True))
+            by_block.update(zip(blocks, entries, strict=True))
+            return entries[-1] if entries else parent
+        for digest, block, content in zip(digests, blocks, contents, strict=True):
             entry = by_hash.get(digest)
             if entry is not None and not entry.holds(parent_uid, salt, content):
                 # Another chain under this hash, or one whose parent is gone: cannot be reached by us.
@@ -88,11 +100,16 @@ class PrefixCache:
             if entry is None:
                 if block in by_block:
                     raise RuntimeError(f"block {block} is already findable")
-                entry = Entry(next(self._uids), digest, parent_uid, salt, content, block)
+                entry = Entry(self._next_uid, digest, parent_uid, salt, content, block)
+                self._next_uid += 1
                 by_hash[digest] = entry
                 by_block[block] = entry
             parent, parent_uid = entry, entry.uid
         return parent
+
+    def close(self) -> None:
+        """Its pool is used no more: they let go of each other (garbage.py)."""
+        self._pool.on_evict = nothing_to_forget
 
     def flush(self) -> int:
         """Nothing is found any more. Returns how many blocks could be; those that sequences hold stay theirs."""

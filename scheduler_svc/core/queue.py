@@ -81,20 +81,24 @@ class WaitingQueue:
         sequence.prefix_wait_until = 0.0
         sequence.left_since = 0.0
         sequence.waits_for = "its turn"
-        sequence.queued_tokens = sequence.known
         tenant = sequence.salt
-        self.tokens[tenant] += sequence.known
+        sequence.queued_tokens = known = sequence.known
+        self.tokens[tenant] += known
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = []
             self.shares.waits(tenant)
-        bisect.insort(line, (sequence.wait_key, sequence), key=_key)
+        if not line or line[-1][0] < sequence.wait_key:
+            line.append((sequence.wait_key, sequence))
+        else:
+            bisect.insort(line, (sequence.wait_key, sequence), key=_key)
         self._length += 1
 
     def remove(self, sequence: Sequence) -> None:
         tenant = sequence.salt
         line = self._lines.get(tenant, [])
-        at = bisect.bisect_left(line, sequence.wait_key, key=_key)
+        first = bool(line) and line[0][1] is sequence
+        at = 0 if first else bisect.bisect_left(line, sequence.wait_key, key=_key)
         if at == len(line) or line[at][1] is not sequence:
             raise RuntimeError("the sequence is not in this queue")
         del line[at]

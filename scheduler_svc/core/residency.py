@@ -19,8 +19,9 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.prefix_cache import Entry
 from scheduler_svc.core.sequence import Sequence, State
-from scheduler_svc.prefix_hash import extend_hash
+from scheduler_svc.prefix_hash import extend_hashes
 
+_LOOKAHEAD = 1024  # blocks beyond those that are findable
 _NOTHING_FOUND: tuple[list[Entry], int] = ([], -1)
 _is_live = attrgetter("live")
 
@@ -35,16 +36,19 @@ class Residency:
 
     def lookup(self, executor: ExecutorState, sequence: Sequence) -> list[Entry]:
         """The findable prefix of this sequence there. What an earlier look found is not looked up again."""
-        most = min(self._most_hits(executor, sequence), len(sequence.hashes))
+        hashes = sequence.hashes
+        most = min(self._most_hits(executor, sequence), len(hashes))
         if most <= 0:
             return []
         cache = executor.cache
+        if not sequence.found and hashes[0] not in cache.by_hash:
+            return []
         found, dropped = sequence.found.get(cache, _NOTHING_FOUND)
         if dropped != cache.dropped:
             found = list(takewhile(_is_live, found))
-        if len(found) < most and sequence.hashes[len(found)] in cache.by_hash:  # else: no copy of the tokens
+        if len(found) < most and hashes[len(found)] in cache.by_hash:  # else: no copy of the tokens
             found = found.copy()
-            cache.extend(found, sequence.hashes, sequence.tokens(), sequence.salt, most)
+            cache.extend(found, hashes, sequence.tokens(), sequence.salt, most)
         sequence.found[cache] = found, cache.dropped
         return found[:most]
 
@@ -85,13 +89,9 @@ class Residency:
         cache.lookups += total
         executor.prefilling[slot] = sequence
         executor.step_age.admitted(sequence)
+        sequence.fills_to = len(hits)
         if self._cache_on and sequence.uses_cache:
-            fills = sequence.hashes[len(hits) : known // size]
-            if executor.filling.keys().isdisjoint(fills):
-                executor.filling.update(dict.fromkeys(fills, sequence))
-            else:
-                for digest in fills:
-                    executor.filling.setdefault(digest, sequence)
+            self._fills(executor, sequence)
         return slot
 
     # -- while there -------------------------------------------------------------------------------------------------
@@ -101,25 +101,25 @@ class Residency:
         if not (self._cache_on and sequence.uses_cache):
             return
         size = executor.block_size
-        full = executor.table.committed_kv(sequence.slot) // size
-        if sequence.cache_count >= full:
+        start, full = sequence.cache_count, executor.table.committed_kv(sequence.slot) // size
+        if start >= full:
             return
         parent = sequence.cache_tip
         if parent is not None and not parent.live:
             return  # the chain was cut by an eviction: what follows could not be found
-        start, width, hashes = sequence.cache_count, 4 * size, sequence.hashes
-        tokens = sequence.prompt if full * width <= len(sequence.prompt) else sequence.tokens()
+        hashes = sequence.hashes
+        content = sequence.tokens_between(start * size, full * size)
         if len(hashes) < full:
             if not hashes:
                 return  # a prompt shorter than a block came without hashes: its chain has no root here
-            for at in range(len(hashes) * width, full * width, width):
-                hashes.append(extend_hash(hashes[-1], tokens[at : at + width]))
-        digests = hashes[start:full]
-        content = tokens[start * width : full * width]
+            extend_hashes(hashes, content[4 * size * (len(hashes) - start) :], size)
         blocks = executor.table.blocks[sequence.slot][start:full]
+        digests = hashes[start:full]
         sequence.cache_tip = executor.cache.register(digests, parent, sequence.salt, content, blocks)
         sequence.cache_count = full
-        self._filled(executor, sequence, digests)
+        if start < sequence.fills_to:
+            self._filled(executor, sequence, start, full)
+            self._fills(executor, sequence)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -188,8 +188,8 @@ class Residency:
         executor.table.flush(slot)
         self.register(executor, sequence)
         executor.prefilling.pop(slot, None)
-        if len(sequence.hashes) > sequence.cache_count:
-            self._filled(executor, sequence, sequence.hashes[sequence.cache_count :])
+        if sequence.fills_to > sequence.cache_count:
+            self._filled(executor, sequence, sequence.cache_count, sequence.fills_to)
         self._charge_outputs(executor, sequence)
         executor.pool.release(executor.table.drop(slot))
         executor.released.append(slot)
@@ -199,11 +199,25 @@ class Residency:
         sequence.cache_count = 0
         sequence.numerics = executor.numerics
 
-    def _filled(self, executor: ExecutorState, sequence: Sequence, digests: list[bytes]) -> None:
-        """It computes these blocks no longer."""
+    def _fills(self, executor: ExecutorState, sequence: Sequence) -> None:
+        """It computes the blocks that come next: `_LOOKAHEAD` of them at most, so that a long prompt costs no more."""
+        known = executor.table.admitted_length[sequence.slot] // executor.block_size
+        start, end = sequence.fills_to, min(known, sequence.cache_count + _LOOKAHEAD)
+        if start >= end:
+            return
+        filling, digests = executor.filling, sequence.hashes[start:end]
+        sequence.fills_to = end
+        if filling.keys().isdisjoint(digests):
+            filling.update(dict.fromkeys(digests, sequence))
+        else:
+            for digest in digests:
+                filling.setdefault(digest, sequence)
+
+    def _filled(self, executor: ExecutorState, sequence: Sequence, start: int, end: int) -> None:
+        """It computes these of its blocks no longer."""
         filling = executor.filling
         if filling:
-            for digest in digests:
+            for digest in sequence.hashes[start : min(end, sequence.fills_to)]:
                 if filling.get(digest) is sequence:
                     del filling[digest]
 

@@ -83,12 +83,17 @@ class Routing:
         return peak_blocks(tokens + self._depth, np.append(limits, last) + self._depth, size) <= allowed
 
     def better_place(
-        self, here: ExecutorState, sequence: Sequence, hits: list[Entry], left_to: Counter[bytes], now: float
+        self,
+        here: ExecutorState,
+        others: list[ExecutorState],
+        sequence: Sequence,
+        hits: list[Entry],
+        left_to: Counter[bytes],
+        now: float,
     ) -> ExecutorState | None:
-        """Another executor that can take this sequence now and is better placed. ``left_to`` counts, by session, what
-        this plan has left for others already."""
-        others = [e for e in sequence.stream.model.ready if e is not here]
-        if not others or 0.0 < sequence.left_since <= now - self._patience:
+        """One of the ``others`` (ready ones of this model) that can take this sequence now and is better placed.
+        ``left_to`` counts, by session, what this plan has left for others already."""
+        if 0.0 < sequence.left_since <= now - self._patience:
             return None
         best, best_score = None, self._score(here, sequence, hits, 0)
         for other in others:

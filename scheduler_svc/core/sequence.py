@@ -14,7 +14,7 @@ import numpy as np
 from protos.step import SamplingParams
 from protos.wire import Int32
 from scheduler_svc.core.prefix_cache import Entry, PrefixCache
-from scheduler_svc.prefix_hash import HASH_BYTES
+from scheduler_svc.prefix_hash import split_hashes
 
 if TYPE_CHECKING:
     from scheduler_svc.core.executor import ExecutorState
@@ -74,6 +74,7 @@ class Sequence:
         "deaths",
         "enqueued",
         "executor",
+        "fills_to",
         "found",
         "generation",
         "hashes",
@@ -155,11 +156,12 @@ class Sequence:
         self.waits_for = ""
 
         # Of full blocks: the prompt's, then as far as outputs were hashed.
-        self.hashes = [hashes[at : at + HASH_BYTES] for at in range(0, len(hashes), HASH_BYTES)]
+        self.hashes = split_hashes(hashes) if hashes else []
         self.found: dict[PrefixCache, tuple[list[Entry], int]] = {}  # while it waits, by Residency.lookup
         self.uses_cache = bool(hashes)
         self.cache_tip: Entry | None = None  # entry of the last registered block on the present executor
         self.cache_count = 0  # blocks registered (or hit) on the present executor
+        self.fills_to = 0  # blocks before this one that are not findable count in the executor's `filling`
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: never admitted
 
         self.state = State.WAITING
@@ -201,6 +203,16 @@ class Sequence:
     def tokens(self) -> bytes:
         """Raw int32 of prompt and outputs (without the slot's tail)."""
         return self.prompt + bytes(self.outputs)
+
+    def tokens_between(self, start: int, end: int) -> bytes:
+        """Raw int32 of tokens start to end (without the slot's tail)."""
+        prompt, split = self.prompt, len(self.prompt)
+        start, end = 4 * start, 4 * end
+        if end <= split:
+            return prompt[start:end]
+        if start >= split:
+            return bytes(self.outputs[start - split : end - split])
+        return prompt[start:] + self.outputs[: end - split]
 
     def output_ids(self) -> Int32:
         return np.frombuffer(bytes(self.outputs), dtype="<i4")

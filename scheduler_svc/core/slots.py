@@ -43,10 +43,10 @@ class SlotTable:
         self.last_block = np.full(max_slots, -1, dtype=np.int32)
         self.capacity = column()  # tokens
         self.length = column()
-        self.admitted_length = column()  # `length` at admission
+        self.admitted_length = [0] * max_slots  # `length` at admission
         self.planned_length = column()
-        self.computed = column()
-        self.done = column()
+        self.computed = [0] * max_slots  # lists where only single slots are looked at: a third of the price
+        self.done = [0] * max_slots
         self.limit = column()
         self.bound = column()
         self.phase = np.zeros(max_slots, dtype=np.uint8)
@@ -79,8 +79,9 @@ class SlotTable:
             slot = self.high
             self.high += 1
         self.used += 1
-        self.generation[slot] += 1
-        self.live_generation[slot] = self.generation[slot]
+        generation = self.generation.item(slot) + 1
+        self.generation[slot] = generation
+        self.live_generation[slot] = generation
         known = sequence.known
         self.num_blocks[slot] = len(blocks)
         self.last_block[slot] = blocks[-1]
@@ -98,20 +99,21 @@ class SlotTable:
         self.choice[slot] = sequence.choice
         self.worker[slot] = sequence.stream.worker.index
         self.ignore_eos[slot] = sequence.ignore_eos
-        self.has_stop_ids[slot] = bool(sequence.stop_ids)
-        self.num_with_stop_ids += bool(sequence.stop_ids)
+        has_stop_ids = bool(sequence.stop_ids)
+        self.has_stop_ids[slot] = has_stop_ids
+        self.num_with_stop_ids += has_stop_ids
         self.num_ignore_eos += sequence.ignore_eos
         self.num_choices += sequence.choice != 0
         self.sequences[slot] = sequence
         self.blocks[slot] = blocks
         sequence.slot = slot
-        sequence.generation = int(self.generation[slot])
+        sequence.generation = generation
         return slot
 
     def start_decoding(self, slot: int, text_run_ahead: int) -> None:
         """The plan being made samples this slot's first token."""
         self.phase[slot] = DECODE
-        self.planned_length[slot] += 1
+        self.planned_length[slot] = self.length.item(slot) + 1
         self.set_bound(slot, text_run_ahead)
 
     def set_bound(self, slot: int, text_run_ahead: int) -> None:
@@ -128,7 +130,7 @@ class SlotTable:
         """Move the slot's tail into its sequence."""
         sequence = self.sequences[slot]
         assert sequence is not None
-        start, end = sequence.known, int(self.length[slot])
+        start, end = sequence.known, self.length.item(slot)
         if start < end:
             # A flush happens at every wrap, so [start, end) never crosses one.
             first = (start + slot) % TAIL
@@ -159,6 +161,7 @@ class SlotTable:
 
     def committed_kv(self, slot: int) -> int:
         """Tokens whose KV is certainly written: answered plans wrote them."""
-        if self.length[slot] > self.admitted_length[slot]:  # it sampled: everything before the newest token has KV
-            return int(self.length[slot]) - 1
-        return int(self.done[slot])
+        length = self.length.item(slot)
+        if length > self.admitted_length[slot]:  # it sampled: everything before the newest token has KV
+            return length - 1
+        return self.done[slot]

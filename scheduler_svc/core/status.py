@@ -8,7 +8,7 @@
     models[]:    name, fingerprint, executors_ready, executors_expected, running, waiting, live_streams
     tenants[]:   name, requests, queued_tokens; where limited max_requests, max_queued_tokens, tokens_per_second,
                  token_credit
-    workers[]:   name, streams, sent, credited, window
+    workers[]:   name, streams, sent, credited, window, allowance
     counters:    tokens, finished, failed, preemptions, prefix_hits (blocks), dropped_rows, bad_assets; those that are
                  not 0 of epochs_lost, stale_results, malformed, unexpected, strangers, refused, rejected, hung,
                  stalls, disconnects
@@ -59,6 +59,7 @@ def body(core: Core, now: float, request_id: str, with_invariants: bool) -> dict
                 "sent": worker.sent,
                 "credited": worker.credited,
                 "window": worker.window,
+                "allowance": worker.allowance,
             }
             for worker in core.workers.by_peer.values()
         ],
@@ -140,7 +141,7 @@ def _moving(stream: Stream) -> str:
         return "it was preempted, and waits for the answer to its last step"
     worker = stream.worker
     if worker.room <= 0:
-        return f"it is in a slot, but its API worker {worker.name!r} has not dealt with {worker.window} tokens yet"
+        return f"it is in a slot, but its API worker {worker.name!r} has not dealt with {worker.allowance} tokens yet"
     return "it runs"
 
 

@@ -85,3 +85,4 @@ class Streams:
         if self.by_request.get((stream.tenant, stream.request_id)) is stream:
             del self.by_request[stream.tenant, stream.request_id]
         stream.model.live_streams -= 1
+        stream.sequences = {}  # they know their stream: no cycle is left behind (garbage.py)

@@ -106,6 +106,8 @@ class Tenants:
     def check(self, submit: front.Submit, queued: int, replaced: Iterable[Stream], now: float) -> None:
         """Raises Refusal where this request would take its tenant over a limit. ``queued``: tokens that its waiting
         sequences hold; ``replaced``: the live streams that it fences."""
+        if self._unlimited:
+            return
         tenant = submit.tenant
         limits = self.limits(tenant)
         account = self._accounts.get(tenant)
@@ -153,9 +155,12 @@ class Tenants:
         if account is None:
             account = self._accounts[stream.tenant] = _Account(self.limits(stream.tenant).bucket, now)
         account.streams.add(stream)
-        stream.charged = sum(sequence.num_outputs for sequence in stream.sequences.values())
-        if self.limits(stream.tenant).tokens_per_second:
-            self._refill(account, self.limits(stream.tenant), now)
+        if self._unlimited:
+            return
+        limits = self.limits(stream.tenant)
+        if limits.tokens_per_second:
+            stream.charged = sum(sequence.num_outputs for sequence in stream.sequences.values())
+            self._refill(account, limits, now)
             account.credit -= prompt_tokens
 
     def closed(self, stream: Stream) -> None:
@@ -163,9 +168,10 @@ class Tenants:
         account = self._accounts.get(stream.tenant)
         if account is None or stream not in account.streams:
             return
-        _charge(account, (stream,))
         account.streams.discard(stream)
         limits = self.limits(stream.tenant)
+        if limits.tokens_per_second:
+            _charge(account, (stream,))
         if not account.streams and (not limits.tokens_per_second or len(self._accounts) > _MAX_DEBTORS):
             del self._accounts[stream.tenant]
 

@@ -1,7 +1,9 @@
 """The API workers: who is attached, and how many tokens each may still be sent.
 
 Credit is cumulative on both sides, so a lost or repeated Credit does no harm: ``outstanding = sent - credited``, and
-rows are planned only while ``outstanding + unanswered rows < window`` (planner.py).
+rows are planned only while ``outstanding + unanswered rows < window`` (planner.py). Choices that have had their first
+token stand still earlier, at the worker's ``allowance``: a worker that falls behind still gets its new streams' first
+tokens, and has little queued before them.
 """
 
 from __future__ import annotations
@@ -17,14 +19,25 @@ class WorkerState:
         self.name = attach.worker
         self.incarnation = attach.incarnation
         self.window = attach.window
+        self.allowance = attach.window
         self.index = index  # into the slot tables' `worker` column
         self.sent = 0  # tokens, since Attach
         self.credited = 0
         self.streams: dict[int, Stream] = {}
 
+    def credit(self, message: front.Credit) -> None:
+        self.credited = max(self.credited, min(message.tokens, self.sent))
+        if message.allowance:
+            self.allowance = min(message.allowance, self.window)
+
     @property
     def room(self) -> int:
         """Tokens that may be sent now."""
+        return self.allowance - (self.sent - self.credited)
+
+    @property
+    def room_for_first(self) -> int:
+        """First tokens that may be sent now."""
         return self.window - (self.sent - self.credited)
 
 

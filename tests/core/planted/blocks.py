@@ -102,7 +102,6 @@ def collide(patch: Patch) -> None:
 
     patch.setattr(prefix_hash, "root_hash", lambda *a: short(true_root(*a)))
     patch.setattr(prefix_hash, "extend_hash", lambda *a: short(true_extend(*a)))
-    patch.setattr("scheduler_svc.core.residency.extend_hash", lambda *a: short(true_extend(*a)))
 
 
 @bug("shared block .* holds")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +21,7 @@ from scheduler_svc.api.models import Model
 from scheduler_svc.api.refusal import Refusal, invalid
 from scheduler_svc.api.text.chat_template import TemplateFault
 from scheduler_svc.api.text.detokenizer import Detokenizer
+from scheduler_svc.api.text.lanes import Lanes
 from scheduler_svc.api.text.output import Output
 from scheduler_svc.api.text.stops import StopStrings
 from scheduler_svc.api.text.tokenizer import MAX_PIECE_BYTES, SHORT_TEXT
@@ -84,15 +84,15 @@ class Request:
 
 
 async def canonical(
-    proto: pb.GenerateRequest, model: Model, *, tenant: str, arrival: float, deadline: float, pool: Executor
+    proto: pb.GenerateRequest, model: Model, *, tenant: str, arrival: float, deadline: float, lanes: Lanes
 ) -> Request:
-    """Checks ``proto`` against ``model`` and completes it. ``pool`` runs what takes long. Raises Refusal.
+    """Checks ``proto`` against ``model`` and completes it. ``lanes`` run what takes long. Raises Refusal.
 
     The form (door.check_form) was checked before the model was looked up.
     """
     door.check_against(proto, model)
     sampling = _sampling(proto, model)
-    tokens = await encode(proto, model, pool)
+    tokens = await encode(proto, model, lanes)
     door.check_length(proto, model, len(tokens))
     state = model.state
     room = state.context_length - len(tokens)
@@ -169,7 +169,7 @@ def _below(top_k: int, vocab_size: int) -> int:
 
 
 async def encode(
-    proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, pool: Executor, *, bos: bool = True
+    proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, lanes: Lanes, *, bos: bool = True
 ) -> np.ndarray:
     """The prompt's ids, int32. ``bos``: a text begins as the tokenizer begins one. Raises Refusal."""
     kind = proto.WhichOneof("prompt")
@@ -187,10 +187,11 @@ async def encode(
         ids = _encode_text(proto, model, bos)
     else:
         loop = asyncio.get_running_loop()
+        lane = lanes.of(size)
         if kind == "text":
-            ids = await loop.run_in_executor(pool, _encode_text, proto, model, bos)
+            ids = await loop.run_in_executor(lane, _encode_text, proto, model, bos)
         else:
-            ids = await loop.run_in_executor(pool, _encode_chat, proto, model, most)
+            ids = await loop.run_in_executor(lane, _encode_chat, proto, model, most)
     if ids and max(ids) >= model.state.vocab_size:
         raise Refusal(
             INVALID_ARGUMENT,

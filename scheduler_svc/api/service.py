@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from scheduler_svc.api.request import canonical, encode
 from scheduler_svc.api.stream import Stream
 from scheduler_svc.api.tenancy import Tenancy
 from scheduler_svc.api.text.detokenizer import Detokenizer
+from scheduler_svc.api.text.lanes import Lanes
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +53,11 @@ class InferenceService(pb_grpc.InferenceServicer):
         self._metrics = metrics
         self._config = config
         self._tenancy = tenancy
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._lanes = Lanes()
         self.open_calls = 0
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._lanes.close()
 
     async def ListModels(
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
@@ -76,7 +76,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             door.check_tokenize(request)
             model = await self._models.resolve(request.model, self._config.model_patience)
             door.check_text(request.WhichOneof("prompt") or "", model)
-            ids = await encode(request, model, self._pool, bos=not request.no_bos)
+            ids = await encode(request, model, self._lanes, bos=not request.no_bos)
             response.model = model.name
             response.ids.extend(ids.tolist())
             if request.pieces and model.tokenizer is not None:
@@ -151,7 +151,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             tenant=tenant,
             arrival=arrival,
             deadline=arrival + remaining if remaining is not None else 0.0,
-            pool=self._pool,
+            lanes=self._lanes,
         )
         stream = Stream(request, streaming=streaming)
         stream.task = asyncio.current_task()

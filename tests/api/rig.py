@@ -136,6 +136,12 @@ async def rig(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Looks again and again, while the others have their turns."""
+    while not holds():  # noqa: ASYNC110 - what is looked at has no event
+        await asyncio.sleep(0.005)
+
+
 def text_request(text: str = "hello", **kwargs: Any) -> pb.GenerateRequest:
     """Greedy, 12 tokens, unless told otherwise."""
     kwargs.setdefault("sampling", pb.Sampling(temperature=0.0))

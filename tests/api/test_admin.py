@@ -23,7 +23,7 @@ from scheduler_svc.api.service import ServiceConfig
 from scheduler_svc.api.tenancy import Tenancy, bearer, digest, load_keys, parse_keys
 from scheduler_svc.reloaded import Reloaded
 from stepwire.health import check
-from tests.api.rig import ANSWER_IDS, Rig, rig, run_async, text_request
+from tests.api.rig import ANSWER_IDS, Rig, rig, run_async, text_request, until
 from tests.api.test_door import details_of, refusal_of
 
 KEY, OTHER = "sk-acme-0123456789", "sk-other-0123456789"
@@ -254,7 +254,7 @@ def test_why_on_the_console(tmp_path: Path) -> None:
 async def test_a_key_file_that_changes_is_read_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """While the worker runs; one that cannot be taken changes nothing, and is named once."""
 
-    async def until(key: str, code: grpc.StatusCode) -> None:
+    async def until_answered(key: str, code: grpc.StatusCode) -> None:
         while True:
             try:
                 await r.stub.ListModels(pb.ListModelsRequest(), metadata=shown(key))
@@ -265,24 +265,23 @@ async def test_a_key_file_that_changes_is_read_again(tmp_path: Path, caplog: pyt
                 return
             await asyncio.sleep(0.02)
 
-    async def said(times: int) -> None:
-        for _ in iter(lambda: sum("file not taken" in record.message for record in caplog.records) < times, False):
-            await asyncio.sleep(0.02)
+    def refusals() -> int:
+        return sum("file not taken" in record.message for record in caplog.records)
 
     keys = tmp_path / "keys"
     service = ServiceConfig(slow_seconds=0.1)  # it looks several times a second
     async with rig(api_keys=key_file(tmp_path, f"acme {KEY}\n"), service=service) as r:
-        await until(OTHER, UNAUTHENTICATED)
+        await until_answered(OTHER, UNAUTHENTICATED)
         (tmp_path / "new").write_text(f"other {OTHER}\n")
         (tmp_path / "new").rename(keys)
-        await until(OTHER, grpc.StatusCode.OK)
-        await until(KEY, UNAUTHENTICATED)
+        await until_answered(OTHER, grpc.StatusCode.OK)
+        await until_answered(KEY, UNAUTHENTICATED)
         (tmp_path / "bad").write_text("no such line\n")
         (tmp_path / "bad").rename(keys)
-        await said(1)
+        await until(lambda: refusals() == 1)
         keys.unlink()
-        await said(2)
-        await until(OTHER, grpc.StatusCode.OK)
+        await until(lambda: refusals() == 2)
+        await until_answered(OTHER, grpc.StatusCode.OK)
         assert KEY not in caplog.text
         assert OTHER not in caplog.text
 

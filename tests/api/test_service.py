@@ -11,7 +11,7 @@ from protos import front
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.wire import unpack_int32
 from tests.api.fake_core import EOS, FILES, model_state
-from tests.api.rig import ANSWER_IDS, answer_token, decoded, rig, run_async, text_request
+from tests.api.rig import ANSWER_IDS, answer_token, decoded, rig, run_async, text_request, until
 from tests.api.vocabularies import byte_level
 
 
@@ -80,7 +80,7 @@ async def test_many_streams_at_once() -> None:
         for i, answer in enumerate(answers):
             assert answer.ids[0] == ANSWER_IDS[: 10 + i]
         # Credit follows (the default window lets little of it show here).
-        assert r.server.link._received == sum(10 + i for i in range(40))
+        assert r.server.link._flow.received == sum(10 + i for i in range(40))
 
 
 @run_async
@@ -281,3 +281,20 @@ async def test_model_without_a_tokenizer_serves_ids_alone() -> None:
                 await r.stream(bad)
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
             assert "tokenizer" in caught.value.details()
+
+
+@run_async
+async def test_giant_texts_hold_up_no_page() -> None:
+    """More giants than there are threads; a text of a page is encoded long before the first of them is."""
+    async with rig() as r:
+        await r.core.announce(model_state("m", context_length=65536))
+        giant = pb.TokenizeRequest(text="The lazy dog jumps. " * 70_000)
+        giants = [asyncio.ensure_future(r.stub.Tokenize(giant)) for _ in range(3)]
+        await until(lambda: r.server.service.open_calls == 3)
+        page = await r.stub.Tokenize(pb.TokenizeRequest(text="The lazy dog jumps. " * 150))
+        assert len(page.ids) > 150
+        assert not any(call.done() for call in giants)
+        for call in giants:
+            call.cancel()
+        await asyncio.gather(*giants, return_exceptions=True)
+        await until(lambda: r.server.service.open_calls == 0)

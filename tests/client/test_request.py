@@ -48,7 +48,7 @@ def test_one_stop_string_may_stand_alone() -> None:
 def test_a_number_that_no_field_can_hold_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{name} is -?\d+: must be -?\d+ to \d+$"):
         build("hi", **{name: value})
-    with pytest.raises(ValueError, match="^prompt is -1"):
+    with pytest.raises(ValueError, match=r"^prompt is -1"):
         build([5, -1])
 
 

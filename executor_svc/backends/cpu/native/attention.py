@@ -3,7 +3,8 @@
 Keys lie in panels of 16 tokens, [slots / 16][KV heads][head_dim][16]; values in groups of 16 tokens,
 [slots / 16][KV heads][16][head_dim]: a cache *slot* is block * block_size + offset. An item walks its sequence from
 position 0 in tiles of KV_TILE tokens with an online softmax, so a query's bits depend on its position alone, not on
-which item or step it came in. Unwritten keys are computed and masked; unwritten values are never read.
+which item or step it came in. A window starts the walk at the first query's first visible page; what later queries
+of the item do not see of it weighs 0. Unwritten keys are computed and masked; unwritten values are never read.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from typing import Any
 
 from numba import njit
 
-from executor_svc.backends.cpu.native.gemm import make_block
+from executor_svc.backends.cpu.native.attention_tiles import (
+    ATTENTION_TILES_AVX2,
+    ATTENTION_TILES_AVX512,
+    make_accumulate,
+    make_score,
+)
 from executor_svc.backends.cpu.native.layout import (
     ATTENDED,
+    BEFORE_SCORE_CAP,
     BLOCK_SIZE,
     BLOCK_TABLES,
     FLOATS,
@@ -33,17 +40,29 @@ from executor_svc.backends.cpu.native.layout import (
     Q_SIZE,
     QKV_OUT,
     QUERY_ROWS,
-    SCALE,
+    SCORE_CAP,
+    SOFTMAX_FACTOR,
     VALUES,
+    WINDOW,
 )  # fmt: skip
-from executor_svc.backends.cpu.native.rows import KV_TILE, copy_row, scale_row, softmax_row
-from executor_svc.backends.cpu.native.vector import LANES, load_float, load_int, store_float
+from executor_svc.backends.cpu.native.rows import (
+    KV_TILE,
+    clear_row,
+    copy_row,
+    divide_row,
+    hide_row,
+    softcap_row,
+    softmax_row,
+)
+from executor_svc.backends.cpu.native.vector import LANES, load_float, load_int, store_float, store_int
+
+PAGES = KV_TILE // LANES  # of a tile; a page here is 16 tokens, whatever the size of a block
 
 
 def scratch_floats(head_dim: int) -> int:
-    """Floats of scratch that one thread's items need."""
-    rows = 2 * QUERY_ROWS * head_dim + QUERY_ROWS * KV_TILE + 4 * QUERY_ROWS
-    return rows + 2 * LANES * head_dim
+    """Floats of scratch of one thread: queries, outputs, scores, running state, gathered pages, page tables."""
+    rows = 2 * QUERY_ROWS * head_dim + QUERY_ROWS * KV_TILE + QUERY_ROWS * (LANES + 2)
+    return rows + 2 * KV_TILE * head_dim + 2 * 2 * PAGES
 
 
 @njit(nogil=True, error_model="numpy")
@@ -91,62 +110,79 @@ def write_kv(k, v, keys, values, slot, heads, size):  # type: ignore[no-untyped-
         copy_row(v + head * size * 4, values + base + lane * size * 4, size // LANES)
 
 
-def make_attend_item(score_tiles: dict[int, int], value_tiles: dict[int, int]) -> Any:
-    """A compiled ``attend_item(step, model, layer, item, head, scratch)``; tiles as for ``make_block``."""
-    score = make_block("float32", False, score_tiles)
-    accumulate = make_block("float32", True, value_tiles)
+def make_attend_item(avx512: bool) -> Any:
+    """A compiled ``attend_item(step, model, layer, item, head, scratch)``."""
+    tiles = ATTENTION_TILES_AVX512 if avx512 else ATTENTION_TILES_AVX2
+    score, accumulate = make_score(tiles), make_accumulate(tiles)
 
     @njit(nogil=True, error_model="numpy")
     def attend_item(step, model, layer, item, head, scratch):  # type: ignore[no-untyped-def]
         size, group, heads = model[HEAD_DIM], model[GROUP], model[KV_HEADS]
         block_size, q_size = model[BLOCK_SIZE], model[Q_SIZE]
-        keys, values = load_int(layer + 8 * KEYS), load_int(layer + 8 * VALUES)
+        keys, values, window = load_int(layer + 8 * KEYS), load_int(layer + 8 * VALUES), load_int(layer + 8 * WINDOW)
+        factor = load_float(model[FLOATS] + 4 * SOFTMAX_FACTOR)
+        cap, before_cap = load_float(model[FLOATS] + 4 * SCORE_CAP), load_float(model[FLOATS] + 4 * BEFORE_SCORE_CAP)
         entry = step[ITEMS] + item * ITEM_SIZE * 8
         token, count = load_int(entry + 8 * ITEM_TOKEN), load_int(entry + 8 * ITEM_COUNT)
         first = load_int(entry + 8 * ITEM_POSITION)
-        table = step[BLOCK_TABLES] + load_int(entry + 8 * ITEM_ROW) * step[MAX_BLOCKS] * 8
-        scale = load_float(model[FLOATS] + 4 * SCALE)
-        rows, row_bytes = count * group, size * 4
+        blocks = step[BLOCK_TABLES] + load_int(entry + 8 * ITEM_ROW) * step[MAX_BLOCKS] * 8
+        rows, row_bytes, vectors = count * group, size * 4, size // LANES
         q = scratch
         out = q + QUERY_ROWS * row_bytes
         scores = out + QUERY_ROWS * row_bytes
-        largest = scores + QUERY_ROWS * KV_TILE * 4
-        total = largest + QUERY_ROWS * 4
-        correction = total + QUERY_ROWS * 4
-        ones = correction + QUERY_ROWS * 4
-        gathered = ones + QUERY_ROWS * 4
+        total = scores + QUERY_ROWS * KV_TILE * 4
+        largest = total + QUERY_ROWS * LANES * 4
+        correction = largest + QUERY_ROWS * 4
+        key_pages = correction + QUERY_ROWS * 4
+        value_pages = key_pages + PAGES * 8
+        gathered = value_pages + PAGES * 8
         width = q_size + 2 * model[KV_SIZE]
-        for r in range(rows):
-            source = step[QKV_OUT] + ((token + r // group) * width + (head * group + r % group) * size) * 4
-            copy_row(source, q + r * row_bytes, size // LANES)
-            store_float(largest + 4 * r, -float("inf"))
-            store_float(total + 4 * r, 0.0)
-            store_float(ones + 4 * r, 1.0)
-            for i in range(size):
-                store_float(out + r * row_bytes + 4 * i, 0.0)
+        for i in range(count):
+            for g in range(group):
+                r = i * group + g
+                source = step[QKV_OUT] + ((token + i) * width + (head * group + g) * size) * 4
+                copy_row(source, q + r * row_bytes, vectors)
+                store_float(largest + 4 * r, -float("inf"))
+        clear_row(total, rows)
+        clear_row(out, rows * vectors)
         end = first + count  # one past the last visible position
-        for base in range(0, end, KV_TILE):
-            in_tile = min(KV_TILE, end - base)
-            for g in range(0, in_tile, LANES):
-                n = min(LANES, in_tile - g)
-                panel = key_panel(keys, table, base + g, n, block_size, heads, head, size, gathered)
-                score(rows, 1, q, row_bytes, panel, 4 * LANES, 0, size, scores + 4 * g, 4 * KV_TILE, ones)
-            for r in range(rows):
-                softmax_row(
-                    scores + r * KV_TILE * 4, first + r // group + 1 - base, largest + 4 * r, total + 4 * r,
-                    correction + 4 * r, scale,
-                )  # fmt: skip
-            for g in range(0, in_tile, LANES):
-                n = min(LANES, in_tile - g)
-                value = value_group(
-                    values, table, base + g, n, block_size, heads, head, size, gathered + LANES * row_bytes
-                )
-                accumulate(
-                    rows, size // LANES, scores + 4 * g, 4 * KV_TILE, value, row_bytes, 4 * LANES, n, out, row_bytes,
-                    correction if g == 0 else ones,
-                )  # fmt: skip
-        for r in range(rows):
-            target = step[ATTENDED] + ((token + r // group) * q_size + (head * group + r % group) * size) * 4
-            scale_row(out + r * row_bytes, target, size // LANES, load_float(total + 4 * r))
+        begin = max(first + 1 - window, 0) if window > 0 else 0  # the first query's first visible position
+        for base in range(begin // KV_TILE * KV_TILE, end, KV_TILE):
+            skipped = max(begin - base, 0) // LANES  # pages of this tile that no query sees
+            tokens = min(KV_TILE, end - base)
+            pages = (tokens + LANES - 1) // LANES
+            for p in range(skipped, pages):
+                n, at = min(LANES, tokens - p * LANES), gathered + p * LANES * row_bytes
+                position = base + p * LANES
+                key = key_panel(keys, blocks, position, n, block_size, heads, head, size, at)
+                at += KV_TILE * row_bytes
+                value = value_group(values, blocks, position, n, block_size, heads, head, size, at)
+                store_int(key_pages + 8 * p, key)
+                store_int(value_pages + 8 * p, value)
+            shift = skipped * LANES * 4
+            score(
+                rows, pages - skipped, q, row_bytes, key_pages + 8 * skipped, size, scores + shift, 4 * KV_TILE
+            )  # fmt: skip
+            for i in range(count):
+                visible = first + i + 1 - base
+                hidden = visible - window if window > 0 else 0
+                if hidden >= min(visible, KV_TILE):
+                    visible = 0
+                for r in range(i * group, (i + 1) * group):
+                    row = scores + r * KV_TILE * 4
+                    if cap != 0.0:
+                        softcap_row(row, KV_TILE // LANES, before_cap, cap)
+                    if hidden > 0:
+                        hide_row(row, hidden)
+                    softmax_row(row, visible, largest + 4 * r, total + 4 * LANES * r, correction + 4 * r, factor)
+            accumulate(
+                rows, vectors, scores + shift, 4 * KV_TILE, value_pages + 8 * skipped, tokens - skipped * LANES,
+                row_bytes, out, correction,
+            )  # fmt: skip
+        for i in range(count):
+            for g in range(group):
+                r = i * group + g
+                target = step[ATTENDED] + ((token + i) * q_size + (head * group + g) * size) * 4
+                divide_row(out + r * row_bytes, target, vectors, total + 4 * LANES * r)
 
     return attend_item

@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 
+from executor_svc.backends.cpu.native import layout as at
 from executor_svc.backends.cpu.native.decoder import NativeDecoder
 from executor_svc.backends.cpu.native.gemm import pack_panels
 from executor_svc.backends.cpu.native.vector import LANES
@@ -13,7 +14,7 @@ from executor_svc.models.base import ModelFacts
 from executor_svc.models.config import ModelConfig
 
 # Raise when a change alters any bit of the results.
-ARITHMETIC_VERSION = 1
+ARITHMETIC_VERSION = 2
 
 
 class NativeBuilder:
@@ -28,10 +29,10 @@ class NativeBuilder:
         local_rope: torch.Tensor | None = None,
     ) -> None:
         self._config = config
-        self._rope = rope
+        self._ropes = rope, rope if local_rope is None else local_rope
         self._weights = weights
         self._threads = threads
-        self._layers: list[tuple[torch.Tensor, ...]] = [()] * config.num_layers
+        self._layers: list[dict[int, torch.Tensor]] = [{}] * config.num_layers
         self._embedding = self._final_norm = self._head = torch.empty(0)
 
     def set_embedding(self, tensor: torch.Tensor) -> None:
@@ -47,23 +48,49 @@ class NativeBuilder:
         def matrix(name: str) -> torch.Tensor:
             return pack_panels(parts[f"{name}.weight"], self._weights)
 
-        gate, up = matrix("mlp.gate_proj"), matrix("mlp.up_proj")
-        self._layers[index] = (
-            parts["input_layernorm.weight"].float().contiguous(),
-            torch.cat([matrix(f"self_attn.{name}_proj") for name in "qkv"]),
-            matrix("self_attn.o_proj"),
-            parts["post_attention_layernorm.weight"].float().contiguous(),
-            torch.stack([gate, up], dim=1).view(-1, *gate.shape[1:]),  # gate and up panels alternate
-            matrix("mlp.down_proj"),
-        )
+        def vector(name: str) -> torch.Tensor:
+            return parts[name].float().contiguous()
+
+        config = self._config
+        self._layers[index] = layer = {
+            at.INPUT_NORM: vector("input_layernorm.weight"),
+            at.QKV: torch.cat([matrix(f"self_attn.{name}_proj") for name in "qkv"]),
+            at.OUTPUT: matrix("self_attn.o_proj"),
+            at.POST_NORM: vector("post_attention_layernorm.weight"),
+            at.GATE_UP: _alternate(matrix("mlp.gate_proj"), matrix("mlp.up_proj")),
+            at.DOWN: matrix("mlp.down_proj"),
+        }
+        if config.sandwich_norms:
+            layer[at.ATTENTION_OUT_NORM] = layer[at.POST_NORM]
+            layer[at.POST_NORM] = vector("pre_feedforward_layernorm.weight")
+            layer[at.MLP_OUT_NORM] = vector("post_feedforward_layernorm.weight")
+        if config.qk_norm:
+            layer[at.Q_NORM] = vector("self_attn.q_norm.weight")
+            layer[at.K_NORM] = vector("self_attn.k_norm.weight")
+        if config.qkv_bias:
+            layer[at.QKV_BIAS] = torch.cat([vector(f"self_attn.{name}_proj.bias") for name in "qkv"])
+        if config.output_bias:
+            layer[at.OUTPUT_BIAS] = vector("self_attn.o_proj.bias")
+        if config.mlp_bias:
+            gate, up = vector("mlp.gate_proj.bias"), vector("mlp.up_proj.bias")
+            layer[at.GATE_UP_BIAS] = _alternate(gate.view(-1, LANES), up.view(-1, LANES))
+            layer[at.DOWN_BIAS] = vector("mlp.down_proj.bias")
 
     def numerics(self) -> str:
         """The CPU's vector width is not part of it: every element is the same chain of operations on each."""
-        rope = hashlib.sha256(self._rope.numpy().tobytes()).hexdigest()[:16]
+        tables = hashlib.sha256()
+        for table in dict.fromkeys(self._ropes):
+            tables.update(table.numpy().tobytes())
+        rope = tables.hexdigest()[:16]
         return f"cpu native {ARITHMETIC_VERSION}, lanes {LANES}, weights {self._weights}, kv float32, rope {rope}"
 
     def build(self, facts: ModelFacts) -> NativeDecoder:
         return NativeDecoder(
-            self._config, facts, self._weights, self._threads, self._embedding, self._rope, self._layers,
+            self._config, facts, self._weights, self._threads, self._embedding, self._ropes, self._layers,
             self._final_norm, self._head,
         )  # fmt: skip
+
+
+def _alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Panels of both, in turns."""
+    return torch.stack([gate, up], dim=1).view(-1, *gate.shape[1:])

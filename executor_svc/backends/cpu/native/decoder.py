@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -17,6 +19,8 @@ from executor_svc.models.base import ModelFacts
 from executor_svc.models.config import ModelConfig
 
 Table = npt.NDArray[np.int64]
+_GELU = 2.0 * math.sqrt(2.0 / math.pi)
+_GATES = {"silu": (1.0, 0.0), "gelu_tanh": (_GELU, 0.044715 * _GELU)}  # see ``gate_mul_row``
 
 
 class NativeDecoder:
@@ -29,32 +33,35 @@ class NativeDecoder:
         weights: str,
         threads: int,
         embedding: torch.Tensor,
-        rope: torch.Tensor,
-        layers: list[tuple[torch.Tensor, ...]],
+        ropes: tuple[torch.Tensor, torch.Tensor],
+        layers: list[dict[int, torch.Tensor]],
         final_norm: torch.Tensor,
         head: torch.Tensor,
     ) -> None:
-        """``layers``: input norm, qkv, output, post norm, gate-up and down of each; matrices packed in panels (gate
-        and up panels alternating), norms float32. ``rope``: ``rope_table``. ``embedding`` [vocab, hidden]."""
+        """``layers``: tensors by their column of the layer table; matrices packed in panels (gate and up panels, and
+        their biases, alternating), norms and biases float32. ``ropes``: ``rope_table`` for layers without and with a
+        window. ``embedding`` [vocab, hidden]."""
         self.config = config
         self.facts = facts
         self._embedding = embedding
-        self._floats = np.array([config.rms_norm_eps, 1.0 / config.hidden_size, config.head_dim**-0.5], np.float32)
+        self._floats = _float_table(config)
         self._layers = np.zeros((config.num_layers, at.LAYER_SIZE), np.int64)
-        for row, tensors in zip(self._layers, layers, strict=True):
-            row[: len(tensors)] = [tensor.data_ptr() for tensor in tensors]
+        for index, (row, tensors) in enumerate(zip(self._layers, layers, strict=True)):
+            row[list(tensors)] = [tensor.data_ptr() for tensor in tensors.values()]
+            row[at.WINDOW] = window = config.window(index)
+            row[at.ROPE] = ropes[window > 0].data_ptr()
         self._head_panels = head.shape[0]
         self._model = np.zeros(at.MODEL_SIZE, np.int64)
         self._model[: at.BLOCK_SIZE] = (
             config.num_layers, config.hidden_size, config.q_size, config.kv_size, config.intermediate_size,
             config.head_dim, config.num_kv_heads, config.group_size, self._head_panels,
         )  # fmt: skip
-        self._model[at.ROPE] = rope.data_ptr()
+        self._model[at.ROTARY_DIM] = config.rotary_dim
         self._model[at.FINAL_NORM] = final_norm.data_ptr()
         self._model[at.HEAD] = head.data_ptr()
         self._model[at.LAYERS] = self._layers.ctypes.data
         self._model[at.FLOATS] = self._floats.ctypes.data
-        self._kept = [rope, final_norm, head, *(tensor for tensors in layers for tensor in tensors)]
+        self._kept = [*ropes, final_norm, head, *(tensor for tensors in layers for tensor in tensors.values())]
         self._caches: list[torch.Tensor] = []
         self._num_slots = 0
         self._phases = at.PHASES * (config.num_layers - 1) + at.LAST_LAYER_PHASES
@@ -80,7 +87,7 @@ class NativeDecoder:
         shape = (groups, config.num_kv_heads, LANES * config.head_dim)
         self._caches = [torch.empty(shape) for _ in range(2 * config.num_layers)]
         addresses = np.array([tensor.data_ptr() for tensor in self._caches]).reshape(-1, 2)
-        self._layers[:, at.KEYS :] = addresses
+        self._layers[:, at.KEYS : at.VALUES + 1] = addresses
         self._model[at.BLOCK_SIZE] = block_size
 
     def kv_tensors(self) -> list[torch.Tensor]:
@@ -96,6 +103,8 @@ class NativeDecoder:
         self._reserve(max(tokens, wanted))
         x = self._buffers[0]
         x[:tokens] = F.embedding(input_ids, self._embedding)
+        if self.config.embedding_scale != 1.0:
+            x[:tokens] *= self.config.embedding_scale
         logits = torch.empty(wanted, self._head_panels * LANES)
         items = attention_items(metadata, max(1, at.QUERY_ROWS // self.config.group_size))
         tables = np.ascontiguousarray(metadata.block_tables, np.int64)
@@ -166,6 +175,21 @@ class NativeDecoder:
         for phase, ticks in zip(self._phases, spent, strict=False):
             shares[phase] += float(ticks) / max(float(spent.sum()), 1.0)
         return shares
+
+
+def _float_table(config: ModelConfig) -> npt.NDArray[np.float32]:
+    """See ``layout``: the float table."""
+    floats = np.zeros(at.FLOATS_SIZE, np.float32)
+    floats[at.EPSILON] = config.rms_norm_eps
+    floats[at.INVERSE_HIDDEN], floats[at.INVERSE_HEAD] = 1.0 / config.hidden_size, 1.0 / config.head_dim
+    floats[at.SOFTMAX_FACTOR] = math.log2(math.e) * (1.0 if config.attention_softcap else config.score_scale)
+    if config.attention_softcap:
+        floats[at.BEFORE_SCORE_CAP] = config.score_scale / config.attention_softcap
+        floats[at.SCORE_CAP] = config.attention_softcap
+    if config.final_softcap:
+        floats[at.BEFORE_LOGIT_CAP], floats[at.LOGIT_CAP] = 1.0 / config.final_softcap, config.final_softcap
+    floats[at.GATE_LINEAR : at.GATE_CUBIC + 1] = _GATES[config.activation]
+    return floats
 
 
 def attention_items(metadata: StepMetadata, most: int) -> Table:

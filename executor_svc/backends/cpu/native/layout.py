@@ -7,16 +7,19 @@ from __future__ import annotations
 
 # Model table: what does not change between steps.
 NUM_LAYERS, HIDDEN, Q_SIZE, KV_SIZE, INTERMEDIATE, HEAD_DIM, KV_HEADS, GROUP, VOCAB_PANELS, BLOCK_SIZE = range(10)
-ROPE, FINAL_NORM, HEAD, LAYERS, FLOATS, THREADS = range(10, 16)
-MODEL_SIZE = 16
+FINAL_NORM, HEAD, LAYERS, FLOATS, ROTARY_DIM = range(10, 15)
+MODEL_SIZE = 15
 
-# Layer table: LAYER_SIZE entries for each layer, all addresses.
-INPUT_NORM, QKV, OUTPUT, POST_NORM, GATE_UP, DOWN, KEYS, VALUES = range(8)
-LAYER_SIZE = 8
+# Layer table: LAYER_SIZE entries for each layer: addresses, 0 for what the layer has not, and the window in tokens.
+INPUT_NORM, QKV, OUTPUT, POST_NORM, GATE_UP, DOWN, KEYS, VALUES, ROPE, WINDOW = range(10)
+QKV_BIAS, OUTPUT_BIAS, GATE_UP_BIAS, DOWN_BIAS, Q_NORM, K_NORM, ATTENTION_OUT_NORM, MLP_OUT_NORM = range(10, 18)
+LAYER_SIZE = 18
 
-# Float table: float32.
-EPSILON, INVERSE_HIDDEN, SCALE = range(3)
-FLOATS_SIZE = 3
+# Float table: float32. SOFTMAX_FACTOR: log2(e) times what multiplies the scores, or times 1 where they are capped.
+# GATE_LINEAR, GATE_CUBIC: the activation (``gate_mul_row``).
+EPSILON, INVERSE_HIDDEN, INVERSE_HEAD, SOFTMAX_FACTOR, BEFORE_SCORE_CAP, SCORE_CAP = range(6)
+BEFORE_LOGIT_CAP, LOGIT_CAP, GATE_LINEAR, GATE_CUBIC = range(6, 10)
+FLOATS_SIZE = 10
 
 # Step table: sizes, then addresses.
 TOKENS, WANTED, NUM_ITEMS, MAX_BLOCKS = range(4)
@@ -33,5 +36,5 @@ ITEM_SIZE = 4
 # The address of sched_yield is there too: machine code loaded from a file should refer to nothing outside itself.
 COUNTER_BYTES, DONE_OFFSET, CYCLES_OFFSET, YIELD_OFFSET = 128, 64, 72, 80
 PHASES = ("norm", "linear", "rotary", "attention", "linear", "norm", "linear", "linear")  # of a layer, in order
-LAST_LAYER_PHASES = (*PHASES[:4], "gather", *PHASES[4:], "norm", "head")  # with the phases after it
+LAST_LAYER_PHASES = (*PHASES[:4], "gather", *PHASES[4:], "norm", "head", "softcap")  # with the phases after it
 QUERY_ROWS = 48  # queries x heads of one attention item

@@ -9,7 +9,12 @@ from executor_svc.models.config import ModelConfig
 
 _LANES = 16
 # Named differences (``ModelConfig.differences``) that the compiled forward implements.
-_DIFFERENCES: frozenset[str] = frozenset()
+_DIFFERENCES = frozenset(
+    (
+        "activation", "windows", "local_rope", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "sandwich_norms",
+        "embedding_scale", "attention_scale", "attention_softcap", "final_softcap", "rotary_dim",
+    )
+)  # fmt: skip
 
 
 def reason_against(config: ModelConfig) -> str | None:

@@ -20,6 +20,11 @@ F32, F16, I32, I64 = ir.FloatType(), ir.HalfType(), ir.IntType(32), ir.IntType(6
 VECTOR = ir.VectorType(F32, LANES)
 INT_VECTOR = ir.VectorType(I32, LANES)
 
+# Least-maximum fits of relative error, rounded to float32: 2^r = 1 + r (c0 + c1 r + ...) for |r| <= 1/2, and
+# tanh x = x + x z (c0 + c1 z + ...) with z = x^2 for |x| <= 0.625.
+_EXP2 = (0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
+_TANH = (-0.3333328068256378, 0.13331441581249237, -0.05373971536755562, 0.02063908614218235, -0.005704985000193119)
+
 
 class Emitter:
     """Wraps an IR builder with the vector operations that the kernels use. Addresses are int64 values, in bytes."""
@@ -40,6 +45,10 @@ class Emitter:
 
     def store(self, value: ir.Value, address: ir.Value) -> None:
         self.b.store(value, self.b.inttoptr(address, VECTOR.as_pointer())).align = 4
+
+    def load_address(self, address: ir.Value) -> ir.Value:
+        """The int64 at an address."""
+        return self.b.load(self.b.inttoptr(address, I64.as_pointer()))
 
     def load_scalar(self, address: ir.Value) -> ir.Value:
         value = self.b.load(self.b.inttoptr(address, F32.as_pointer()))
@@ -100,6 +109,31 @@ class Emitter:
         )
         result = self.b.fmul(p, self.b.bitcast(exponent, VECTOR))
         return self.b.select(self.b.fcmp_ordered("<", x, low), self.constant(0.0), result)
+
+    def exp2_softmax(self, x: ir.Value) -> ir.Value:
+        """2^x within 2 ulp for x <= 1, as a softmax needs it; exactly 1 at 0; 0 below -126; NaN stays NaN."""
+        # Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; what overflows there is replaced by 0.
+        shifted = self.b.fadd(x, self.constant(12582912.0))
+        r = self.b.fsub(x, self.b.fsub(shifted, self.constant(12582912.0)))
+        p = self.constant(_EXP2[-1])
+        for coefficient in (*_EXP2[-2::-1], 1.0):
+            p = self.fma(p, r, self.constant(coefficient))
+        bits = self.b.shl(self.b.bitcast(shifted, INT_VECTOR), ir.Constant(INT_VECTOR, [23] * LANES))
+        power = self.b.bitcast(self.b.add(bits, ir.Constant(INT_VECTOR, [127 << 23] * LANES)), VECTOR)
+        alive = self.b.fcmp_unordered(">=", x, self.constant(-126.0))
+        return self.b.select(alive, self.b.fmul(p, power), self.constant(0.0))
+
+    def tanh(self, x: ir.Value) -> ir.Value:
+        """tanh within 4 ulp, also near 0; NaN stays NaN."""
+        magnitude, square = self._call("llvm.fabs.v16f32", x), self.b.fmul(x, x)
+        p = self.constant(_TANH[-1])
+        for coefficient in _TANH[-2::-1]:
+            p = self.fma(p, square, self.constant(coefficient))
+        near = self.fma(self.b.fmul(p, square), x, x)
+        grown = self.b.fadd(self.exp(self.b.fadd(magnitude, magnitude)), self.constant(1.0))
+        far = self.b.fsub(self.constant(1.0), self.b.fdiv(self.constant(2.0), grown))
+        far = self._call("llvm.copysign.v16f32", far, x)
+        return self.b.select(self.b.fcmp_ordered("<", magnitude, self.constant(0.625)), near, far)
 
     def loop(
         self, count: ir.Value, initial: Sequence[ir.Value], body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]
@@ -173,6 +207,15 @@ def load_int(context: Any, address: Any) -> Any:
         return builder.load(builder.inttoptr(values[0], I64.as_pointer()))
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+def store_int(context: Any, address: Any, value: Any) -> Any:
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        builder.store(values[1], builder.inttoptr(values[0], I64.as_pointer()))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 @intrinsic

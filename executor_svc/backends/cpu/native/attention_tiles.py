@@ -1,0 +1,153 @@
+"""Register tiles of attention: queries x keys of several pages at once, and weights x values over several pages.
+
+Pages lie anywhere, so both read their addresses from a table. As in ``gemm``, every element is one fused multiply-add
+chain: over the head's elements for a score, over the tokens in order for an output.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import njit
+
+from executor_svc.backends.cpu.native.vector import I64, LANES, Emitter, kernel
+
+# Rows x panels that fit the vector registers: 32 of 16 lanes (AVX-512), or 16 of 8 lanes (AVX2).
+ATTENTION_TILES_AVX512 = dict.fromkeys(range(1, 7), 4)
+ATTENTION_TILES_AVX2 = {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
+
+
+def _score_tile(rows: int, pages: int) -> Any:
+    """scores [rows, 16 pages] = q [rows, size] x keys; ``table``: addresses of key panels [size][16]."""
+
+    @kernel(6)
+    def score_tile(e: Emitter, q: Any, q_stride: Any, table: Any, size: Any, scores: Any, stride: Any) -> None:
+        q_rows = [e.at(q, e.b.mul(q_stride, I64(r))) for r in range(rows)]
+        panels = [e.load_address(e.at(table, 8 * p)) for p in range(pages)]
+
+        def step(index: Any, sums: list[Any]) -> list[Any]:
+            offset = e.b.mul(index, I64(4 * LANES))
+            keys = [e.load(e.at(panel, offset)) for panel in panels]
+            q_offset = e.b.mul(index, I64(4))
+            out = []
+            for r in range(rows):
+                value = e.broadcast(e.load_scalar(e.at(q_rows[r], q_offset)))
+                out += [e.fma(value, keys[p], sums[r * pages + p]) for p in range(pages)]
+            return out
+
+        sums = e.loop(size, [e.constant(0.0)] * (rows * pages), step)
+        for r in range(rows):
+            for p in range(pages):
+                e.store(sums[r * pages + p], e.at(e.at(scores, e.b.mul(stride, I64(r))), 4 * LANES * p))
+
+    return score_tile
+
+
+def _value_tile(rows: int, panels: int) -> Any:
+    """out [rows, 16 panels] = out * correction + weights [rows, tokens] x values.
+
+    ``table``: addresses of value groups [16][row_bytes / 4], ``at`` bytes into each of whose rows the panels begin;
+    ``correction``: float32 [rows].
+    """
+
+    @kernel(9)
+    def value_tile(
+        e: Emitter,
+        weights: Any,
+        weights_stride: Any,
+        table: Any,
+        at: Any,
+        tokens: Any,
+        row_bytes: Any,
+        out: Any,
+        out_stride: Any,
+        correction: Any,
+    ) -> None:
+        weight_rows = [e.at(weights, e.b.mul(weights_stride, I64(r))) for r in range(rows)]
+        targets = [
+            [e.at(e.at(out, e.b.mul(out_stride, I64(r))), 4 * LANES * p) for p in range(panels)] for r in range(rows)
+        ]
+        initial = []
+        for r in range(rows):
+            factor = e.broadcast(e.load_scalar(e.at(correction, 4 * r)))
+            initial += [e.b.fmul(e.load(address), factor) for address in targets[r]]
+
+        def page(index: Any, sums: list[Any]) -> list[Any]:
+            group = e.at(e.load_address(e.at(table, e.b.mul(index, I64(8)))), at)
+            first = e.b.mul(index, I64(LANES))
+            left = e.b.sub(tokens, first)
+            count = e.b.select(e.b.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
+
+            def token(lane: Any, sums: list[Any]) -> list[Any]:
+                row = e.at(group, e.b.mul(lane, row_bytes))
+                values = [e.load(e.at(row, 4 * LANES * p)) for p in range(panels)]
+                weight_offset = e.b.mul(e.b.add(first, lane), I64(4))
+                sums_after = []
+                for r in range(rows):
+                    weight = e.broadcast(e.load_scalar(e.at(weight_rows[r], weight_offset)))
+                    sums_after += [e.fma(weight, values[p], sums[r * panels + p]) for p in range(panels)]
+                return sums_after
+
+            return e.loop(count, sums, token)
+
+        pages = e.b.sdiv(e.b.add(tokens, I64(LANES - 1)), I64(LANES))
+        sums = e.loop(pages, initial, page)
+        for r in range(rows):
+            for p in range(panels):
+                e.store(sums[r * panels + p], targets[r][p])
+
+    return value_tile
+
+
+def _across(make: Any, tiles: dict[int, int], parameters: str, arguments: str) -> Any:
+    """A compiled ``run(rows, count, <parameters>)``: tiles of ``make(rows, width)`` side by side; ``p`` in
+    ``arguments`` is how many of ``count`` panels or pages are done."""
+    scope: dict[str, Any] = {}
+    lines = [f"def run(rows, count, {parameters}):", "    p = 0"]
+    for rows, most in tiles.items():
+        lines.append(f"    {'if' if rows == 1 else 'elif'} rows == {rows}:")
+        for width in [most] if most == 1 else [most, 1]:
+            scope[f"tile_{rows}_{width}"] = make(rows, width)
+            lines.append(f"        while p + {width} <= count:")
+            lines.append(f"            tile_{rows}_{width}({arguments})")
+            lines.append(f"            p += {width}")
+    exec("\n".join(lines), scope)
+    return njit(nogil=True, error_model="numpy")(scope["run"])
+
+
+def make_score(tiles: dict[int, int]) -> Any:
+    """A compiled ``score(rows, pages, q, q_stride, table, size, scores, stride)`` for any rows; strides in bytes."""
+    run = _across(
+        _score_tile, tiles, "q, q_stride, table, size, scores, stride",
+        f"q, q_stride, table + p * 8, size, scores + p * {4 * LANES}, stride",
+    )  # fmt: skip
+    most = max(tiles)
+
+    @njit(nogil=True, error_model="numpy")
+    def score(rows, pages, q, q_stride, table, size, scores, stride):  # type: ignore[no-untyped-def]
+        for row in range(0, rows, most):
+            height = min(most, rows - row)
+            run(height, pages, q + row * q_stride, q_stride, table, size, scores + row * stride, stride)
+
+    return score
+
+
+def make_accumulate(tiles: dict[int, int]) -> Any:
+    """A compiled ``accumulate(rows, panels, weights, stride, table, tokens, row_bytes, out, correction)`` for any
+    rows; ``row_bytes`` is the size of a head, and the stride of ``out``."""
+    run = _across(
+        _value_tile, tiles, "weights, stride, table, tokens, row_bytes, out, correction",
+        f"weights, stride, table, p * {4 * LANES}, tokens, row_bytes, out + p * {4 * LANES}, row_bytes, correction",
+    )  # fmt: skip
+    most = max(tiles)
+
+    @njit(nogil=True, error_model="numpy")
+    def accumulate(rows, panels, weights, stride, table, tokens, row_bytes, out, correction):  # type: ignore[no-untyped-def]
+        for row in range(0, rows, most):
+            height = min(most, rows - row)
+            run(
+                height, panels, weights + row * stride, stride, table, tokens, row_bytes, out + row * row_bytes,
+                correction + row * 4,
+            )  # fmt: skip
+
+    return accumulate

@@ -3,6 +3,11 @@
 Suspects are the sequences with rows in unanswered plans at a death. One death proves nothing (the executor may have
 been killed); a sequence that then makes progress is cleared. One that meets ``isolate_after`` deaths without it runs
 alone, with no mates in its plans; one that meets ``fail_after_alone`` deaths while alone fails, with a clear error.
+
+So a request that kills costs ``isolate_after + fail_after_alone`` deaths of executors (four), however many rows n ran
+beside it. Halving the suspects instead would cost a death for every halving, 1 + log2(n) and one more alone: more from
+n = 8 on, and deaths are what is dear: a start, the weights, every other sequence's prefill. What running alone costs is
+time: at worst a prefill and ``suspicion_clears`` steps for each innocent, on as many executors at once as there are.
 """
 
 from __future__ import annotations

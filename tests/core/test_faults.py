@@ -199,28 +199,34 @@ def test_a_hung_executor_is_given_up_and_its_sequences_go_on() -> None:
     assert_reference(worker)
 
 
-def test_only_the_request_that_kills_fails() -> None:
+@pytest.mark.parametrize("executors", [1, 3])
+@pytest.mark.parametrize(("mates", "poisons"), [(0, 1), (8, 1), (60, 1), (60, 3)])
+def test_only_the_requests_that_kill_fail(mates: int, poisons: int, executors: int) -> None:
+    """However many run beside them, four deaths each: two beside others (shared, on one executor), two alone."""
     world = World()
-    executor = SimExecutor(limits=SMALL, kill_on=frozenset({POISON}))
-    world.add_executor(executor)
     worker = world.add_worker()
-    submit_all(world, worker, requests(8))
-    poison = worker.submit([5, POISON, 6], 5)
+    limits = msgspec.structs.replace(SMALL, max_slots=64, num_blocks=1024)
+    for i in range(executors):
+        world.add_executor(SimExecutor(f"e{i}", limits=limits, kill_on=frozenset({POISON})))
+    submit_all(world, worker, requests(mates))
+    condemned = [worker.submit([5, POISON, 6 + i], 5) for i in range(poisons)]
+    alive = {executor.name: executor for executor in world.executors.values()}
     deaths = 0
-    for _ in range(2000):
+    for _ in range(20_000):
         if not worker.open:
             break
-        if not world.executors:
+        for dead in alive.keys() - {executor.name for executor in world.executors.values()}:
             deaths += 1
-            executor.instance += 1
-            world.add_executor(executor)
+            alive[dead].instance += 1
+            world.add_executor(alive[dead])
         if not world.run_round():
             world.tick(0.3)
-    end = worker.ends[(poison, 0)]
-    assert isinstance(end, front.Failed)
-    assert "alone" in end.message
-    assert deaths <= 4
-    del worker.submits[poison]
+    for number in condemned:
+        end = worker.ends[(number, 0)]
+        assert isinstance(end, front.Failed)
+        assert "alone" in end.message
+        del worker.submits[number]
+    assert deaths <= (2 + 2 * poisons if executors == 1 else 4 * poisons)
     assert_reference(worker)
 
 

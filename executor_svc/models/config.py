@@ -16,6 +16,7 @@ from typing import Any
 from executor_svc.weights.errors import CheckpointError
 
 ACTIVATIONS = ("silu", "gelu_tanh")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
 DIFFERENCES = (  # and "rotary_dim"
     "activation", "windows", "local_rope", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "sandwich_norms",
     "embedding_scale", "attention_scale", "attention_softcap", "final_softcap", "num_experts", "normalize_experts",
@@ -26,11 +27,12 @@ MAX_LAYERS, MAX_EXPERTS = 2048, 2048  # so that a hostile config cannot name par
 
 @dataclass(slots=True, frozen=True)
 class RopeConfig:
-    """Rotary position embedding (half-split pairing, as in the Llama reference).
+    """Rotary position embedding (half-split pairing, as in the Llama reference); see ``models/rope.py``.
 
-    ``rotary_dim``: the first elements of each head that rotate, among themselves; 0 for the whole head.
-    ``kind``: ``default``; ``linear`` (positions divided by ``factor``); ``llama3`` (wavelength-dependent scaling);
-    ``factors`` (``freq_factors[i]`` divides the i-th inverse frequency: how GGUF files carry llama3 scaling).
+    ``kind``: ``default``; ``linear`` (positions divided by ``factor``); ``dynamic`` (the base grows with the length
+    beyond ``original_context``); ``llama3`` (wavelength-dependent scaling); ``yarn``; ``longrope`` (``short_factors``
+    or ``long_factors`` divide the inverse frequencies); ``factors`` (``freq_factors`` divide them: how GGUF files carry
+    llama3 scaling). Factors are one a rotated pair.
     """
 
     theta: float = 10000.0
@@ -40,7 +42,42 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_context: int = 0  # tokens
     freq_factors: tuple[float, ...] = ()
-    rotary_dim: int = 0
+    rotary_dim: int = 0  # the first elements of each head, which rotate among themselves; 0: the whole head
+    attention_factor: float = 1.0  # multiplies cos and sin
+    beta_fast: float = 32.0  # of yarn, turns within the original context
+    beta_slow: float = 1.0
+    truncate: bool = True  # of yarn: its ramp's ends are whole pairs
+    short_factors: tuple[float, ...] = ()  # of longrope
+    long_factors: tuple[float, ...] = ()
+
+    def check(self, head_dim: int) -> None:
+        """``CheckpointError`` naming a value that no table can be made of."""
+        dim = self.rotary_dim or head_dim
+        if self.kind not in ROPE_KINDS:
+            raise CheckpointError(f"config: rope type {self.kind!r} is not supported (supported: {list(ROPE_KINDS)})")
+        if dim % 2 or not 0 < dim <= head_dim:
+            raise CheckpointError(f"config: rotary_dim = {self.rotary_dim} of heads of {head_dim}")
+        for name in (
+            "theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
+        ):  # fmt: skip
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise CheckpointError(f"config: rope {name} = {getattr(self, name)!r} is not a positive number")
+        if self.kind in ("dynamic", "llama3", "yarn", "longrope") and not 0 < self.original_context < 2**31:
+            raise CheckpointError(f"config: rope original context = {self.original_context!r} for type {self.kind!r}")
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise CheckpointError(
+                f"config: rope low_freq_factor = {self.low_freq_factor} is not below high_freq_factor"
+            )
+        if self.kind in ("dynamic", "yarn") and (self.theta <= 1.0 or dim <= 2 or self.factor < 1.0):
+            raise CheckpointError(
+                f"config: rope type {self.kind!r} of theta {self.theta}, factor {self.factor} and {dim} elements"
+            )
+        for name, kind in (("freq_factors", "factors"), ("short_factors", "longrope"), ("long_factors", "longrope")):
+            factors = getattr(self, name)
+            if len(factors) != (dim // 2 if self.kind == kind else 0):
+                raise CheckpointError(f"config: rope {name}: {len(factors)} for {dim // 2} pairs, type {self.kind!r}")
+            if not all(0.0 < factor < math.inf for factor in factors):
+                raise CheckpointError(f"config: rope {name} are not all positive numbers")
 
 
 @dataclass(slots=True, frozen=True)
@@ -102,18 +139,12 @@ class ModelConfig:
                 f"config: {self.num_layers} layers of {self.num_experts} experts; at most {MAX_LAYERS} of {MAX_EXPERTS}"
             )
         for rope in (self.rope, *(() if self.local_rope is None else (self.local_rope,))):
-            self._check_rope(rope)
+            rope.check(self.head_dim)
         self._check_differences()
         self._check_experts()
         for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
             if not 0 <= token < self.vocab_size:
                 raise CheckpointError(f"config: special token id {token} is outside the vocabulary")
-
-    def _check_rope(self, rope: RopeConfig) -> None:
-        if not 0.0 < rope.theta < math.inf or not 0.0 < rope.factor < math.inf:
-            raise CheckpointError(f"config: rope theta = {rope.theta!r}, factor = {rope.factor!r}")
-        if rope.rotary_dim % 2 or not 0 <= rope.rotary_dim <= self.head_dim:
-            raise CheckpointError(f"config: rotary_dim = {rope.rotary_dim} of heads of {self.head_dim}")
 
     def _check_differences(self) -> None:
         if self.activation not in ACTIVATIONS:

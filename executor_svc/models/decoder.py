@@ -4,11 +4,14 @@
 
     x = embed(input_ids)                                  [T, hidden]
     per layer:  h = norm(x); qkv = W_qkv h                [T, q + 2 kv]
-                rotate q, k; write k, v to the pages
-                x += W_o attend(q)
-                h = norm(x); x += W_down (silu(gate) * up)      with [gate; up] = W_gate_up h
-    logits = W_head norm(x[logit_indices])                [S, vocab]
+                (norm the heads of q and k); rotate q, k; write k, v to the pages
+                x += (norm) W_o attend(q)
+                h = norm(x); x += (norm) mlp(h)
+    logits = softcap(W_head norm(x[logit_indices]))       [S, vocab]
 
+    mlp(h) = W_down (activation(gate) * up)               with [gate; up] = W_gate_up h, or a mixture of such
+
+What stands in brackets, biases, scales and caps are there where the config says so.
 Nothing after the last layer's attention is needed for tokens whose logits are not, so they are dropped there.
 """
 
@@ -30,12 +33,18 @@ Apply = Callable[[torch.Tensor], torch.Tensor]  # [M, K] -> [M, N]
 
 @dataclass(slots=True, frozen=True)
 class DecoderLayer:
+    """One of ``experts`` and the pair ``gate_up`` and ``down`` is there. Linears add their biases themselves."""
+
     input_norm: torch.Tensor  # float32 [hidden]
     qkv: Apply  # [q + 2 kv, hidden]
     output: Apply  # [hidden, q]
-    post_norm: torch.Tensor  # float32 [hidden]
-    gate_up: Apply  # [2 intermediate, hidden]
-    down: Apply  # [hidden, intermediate]
+    post_norm: torch.Tensor  # float32 [hidden], of the MLP's input
+    gate_up: Apply | None = None  # [2 intermediate, hidden]
+    down: Apply | None = None  # [hidden, intermediate]
+    experts: Apply | None = None  # [T, hidden] -> [T, hidden]
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None = None  # float32 [head_dim] each, of query and key heads
+    attention_norm: torch.Tensor | None = None  # float32 [hidden], of the attention's output
+    mlp_norm: torch.Tensor | None = None  # float32 [hidden], of the MLP's output
 
 
 class Decoder:
@@ -63,6 +72,7 @@ class Decoder:
         self._final_norm = final_norm
         self._head = head
         self._tile = row_tile
+        self._activate: Apply = getattr(ops, f"{config.activation}_mul")
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 1 or block_size < 1:
@@ -90,20 +100,36 @@ class Decoder:
             else:
                 hidden = ops.add_rms_norm(residual, delta, layer.input_norm)
             qkv = layer.qkv(hidden)
+            if layer.head_norms is not None:
+                ops.norm_heads(qkv, *layer.head_norms)
             ops.rotate_and_cache(index, qkv)
             attended = ops.attend(index, qkv)
             if index == last:
                 if len(wanted) == 0:
                     return residual.new_empty(0, self.config.vocab_size, dtype=torch.float32)
                 attended, residual = self._pad(attended[wanted]), self._pad(residual[wanted])
-            hidden = ops.add_rms_norm(residual, layer.output(attended), layer.post_norm)
-            delta = layer.down(ops.silu_mul(layer.gate_up(hidden)))
+            delta = layer.output(attended)
+            if layer.attention_norm is not None:
+                delta = ops.rms_norm(delta, layer.attention_norm)
+            hidden = ops.add_rms_norm(residual, delta, layer.post_norm)
+            delta = self._mlp(layer, hidden)
+            if layer.mlp_norm is not None:
+                delta = ops.rms_norm(delta, layer.mlp_norm)
         assert delta is not None
-        return self._head(ops.add_rms_norm(residual, delta, self._final_norm))[: len(wanted)]
+        logits = self._head(ops.add_rms_norm(residual, delta, self._final_norm))[: len(wanted)]
+        return ops.softcap(logits, self.config.final_softcap) if self.config.final_softcap else logits
+
+    def _mlp(self, layer: DecoderLayer, hidden: torch.Tensor) -> torch.Tensor:
+        if layer.experts is not None:
+            return layer.experts(hidden)
+        assert layer.gate_up is not None
+        assert layer.down is not None
+        return layer.down(self._activate(layer.gate_up(hidden)))
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> ``dtype`` [T padded to the row tile, hidden]; padding is zeros."""
-        return self._pad(F.embedding(input_ids, self._embedding).to(self.dtype))
+        x = F.embedding(input_ids, self._embedding).to(self.dtype)
+        return self._pad(x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale)
 
     def _pad(self, x: torch.Tensor) -> torch.Tensor:
         missing = -len(x) % self._tile

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from executor_svc.backends.cpu.experts import Experts
 from executor_svc.backends.cpu.linear import WEIGHTS, Linear, make_linear
 from executor_svc.backends.cpu.native.supported import reason_against
 from executor_svc.backends.cpu.row_tile import TiledLinear, probe
@@ -14,6 +15,7 @@ from executor_svc.backends.cpu.torch_ops import TorchOps
 from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder, DecoderLayer
+from executor_svc.models.rope import table_digest
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ class TorchBuilder:
         local_rope: torch.Tensor | None = None,
     ) -> None:
         self._config = config
-        self._ops = TorchOps(config, rope)
+        self._ops = TorchOps(config, rope, local_rope)
+        self._rope = table_digest(rope, local_rope)
         self._weights = weights
         self._threads = threads
         self._linears: list[_Deferred] = []
@@ -66,27 +69,59 @@ class TorchBuilder:
         self._final_norm = tensor.float()
 
     def set_layer(self, index: int, parts: dict[str, torch.Tensor]) -> None:
-        def fused(*names: str) -> _Deferred:
-            return self._linear(torch.cat([parts[f"{name}.weight"].float() for name in names]))
+        config = self._config
 
+        def fused(*names: str) -> _Deferred:
+            weight = torch.cat([parts[f"{name}.weight"].float() for name in names])
+            biases = [parts[f"{name}.bias"].float() for name in names if f"{name}.bias" in parts]
+            return self._linear(weight, torch.cat(biases) if biases else None)
+
+        def mlp(name: str) -> tuple[_Deferred, _Deferred]:
+            return fused(f"{name}.gate_proj", f"{name}.up_proj"), fused(f"{name}.down_proj")
+
+        def norm(name: str) -> torch.Tensor:
+            return parts[f"{name}.weight"].float()
+
+        gate_up = down = experts = None
+        if config.has_experts(index):
+            pairs = [mlp(f"mlp.experts.{expert}") for expert in range(config.num_experts)]
+            experts = Experts(
+                router=self._linear(parts["mlp.gate.weight"], weights="float32"),  # it is small, and decides much
+                gate_up=[pair[0] for pair in pairs],
+                down=[pair[1] for pair in pairs],
+                activate=getattr(self._ops, f"{config.activation}_mul"),
+                per_token=config.experts_per_token,
+                normalize=config.normalize_experts,
+                row_tile=1,
+            )
+        else:
+            gate_up, down = mlp("mlp")
+        sandwich = config.sandwich_norms
         self._layers[index] = DecoderLayer(
-            input_norm=parts["input_layernorm.weight"].float(),
+            input_norm=norm("input_layernorm"),
             qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             output=fused("self_attn.o_proj"),
-            post_norm=parts["post_attention_layernorm.weight"].float(),
-            gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
-            down=fused("mlp.down_proj"),
+            post_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
+            gate_up=gate_up,
+            down=down,
+            experts=experts,
+            head_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
+            attention_norm=norm("post_attention_layernorm") if sandwich else None,
+            mlp_norm=norm("post_feedforward_layernorm") if sandwich else None,
         )
 
     def numerics(self) -> str:
         probed = probe([deferred.linear for deferred in self._linears], self._threads)
         for deferred in self._linears:
-            deferred.tiled = TiledLinear(deferred.linear, probed.schemes[deferred.linear.shape])
+            deferred.tiled = TiledLinear(deferred.linear, probed.scheme(deferred.linear))
         self._tile = probed.tile
+        for layer in self._layers.values():
+            if isinstance(layer.experts, Experts):
+                layer.experts.row_tile = probed.tile
         threads = "" if probed.invariant else f", threads {self._threads}"
         return (
             f"cpu torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}, weights {self._weights}, "
-            f"kv float32, row tile {probed.tile} {probed.digest}{threads}"
+            f"kv float32, rope {self._rope}, row tile {probed.tile} {probed.digest}{threads}"
         )
 
     def build(self, facts: ModelFacts) -> Decoder:
@@ -96,22 +131,24 @@ class TorchBuilder:
             self._config, facts, self._ops, self._embedding, layers, self._final_norm, self._head, self._tile
         )
 
-    def _linear(self, weight: torch.Tensor) -> _Deferred:
-        deferred = _Deferred(make_linear(weight, self._weights))
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None, weights: str = "") -> _Deferred:
+        deferred = _Deferred(make_linear(weight, weights or self._weights), bias)
         self._linears.append(deferred)
         return deferred
 
 
 class _Deferred:
-    """A linear whose row scheme is known only after all linears are."""
+    """A linear, with its bias, whose row scheme is known only after all linears are."""
 
-    def __init__(self, linear: Linear) -> None:
+    def __init__(self, linear: Linear, bias: torch.Tensor | None) -> None:
         self.linear = linear
+        self.bias = bias
         self.tiled: TiledLinear | None = None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert self.tiled is not None, "the linears were not probed"
-        return self.tiled(x)
+        y = self.tiled(x)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 def make_builder(

@@ -13,6 +13,9 @@ _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Minimax polynomial of (exp(r) - 1 - r) / r^2 on |r| <= ln(2) / 2, highest power first.
 _COEFFICIENTS = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
+# tanh(x) = x + x^3 p(x^2): the Taylor coefficients, highest power first.
+_TANH = (-1382 / 155925, 62 / 2835, -17 / 315, 2 / 15, -1 / 3)
+
 
 def exact_exp(x: torch.Tensor) -> torch.Tensor:
     """e^x for float32, within 2 ulp; exactly 1 at 0; 0 below -87.3; clamped (not inf) above 88; NaN stays NaN."""
@@ -26,6 +29,17 @@ def exact_exp(x: torch.Tensor) -> torch.Tensor:
     p = p * (r * r) + r + 1.0
     power_of_two = ((n.to(torch.int32) + 127) << 23).view(torch.float32)
     return torch.where(x < -87.3, torch.zeros_like(x), p * power_of_two)
+
+
+def exact_tanh(x: torch.Tensor) -> torch.Tensor:
+    """tanh of float32, within 4 ulp; NaN stays NaN. Small arguments by the series, as 1 - e^-2x would cancel."""
+    squared = x * x
+    series = torch.full_like(x, _TANH[0])
+    for coefficient in _TANH[1:]:
+        series = series * squared + coefficient
+    decayed = exact_exp(-2.0 * x.abs())
+    large = (1.0 - decayed) / (1.0 + decayed)
+    return torch.where(x.abs() < 0.35, x + x * squared * series, torch.copysign(large, x))
 
 
 def exact_sum(x: torch.Tensor) -> torch.Tensor:

@@ -35,14 +35,28 @@ class CpuOps(Protocol):
         """``residual += delta`` in place, then its norm. [T, H], [T, H], [H] -> [T, H]"""
         ...
 
+    def norm_heads(self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor) -> None:
+        """RMS norm of every query and key head inside ``qkv`` [T, q + 2 kv]; weights [head_dim]."""
+        ...
+
     def rotate_and_cache(self, layer: int, qkv: torch.Tensor) -> None:
-        """Rotate q and k inside ``qkv`` [T, q + 2 kv] and write k and v to the step's ``kv_slots``."""
+        """Rotate q and k inside ``qkv`` [T, q + 2 kv] by the layer's rope and write k and v to the step's
+        ``kv_slots``."""
         ...
 
     def attend(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Causal attention of the step's rows over their cached pages. [T, q + 2 kv] -> [T, q]"""
+        """Causal attention of the step's rows over their cached pages, within the layer's window, scores scaled and
+        capped as the config says. [T, q + 2 kv] -> [T, q]"""
         ...
 
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up. [T, 2 I] (gate first) -> [T, I]"""
+        ...
+
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """gelu(gate) * up, gelu in its tanh form. [T, 2 I] (gate first) -> [T, I]"""
+        ...
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """cap tanh(x / cap), of any shape."""
         ...

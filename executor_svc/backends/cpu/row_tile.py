@@ -47,14 +47,25 @@ class RowScheme:
         return [*out, rows] if rows else out
 
 
+Key = tuple[str, int, int]  # the kind of a linear and its shape
+
+
+def _key(linear: Linear) -> Key:
+    return type(linear).__name__, *linear.shape
+
+
 @dataclass(slots=True, frozen=True)
 class Probed:
-    """The outcome for a model: one tile for all shapes, a scheme for each; ``digest`` covers the bits measured."""
+    """The outcome for a model: one tile for all linears, a scheme for each kind and shape; ``digest`` covers the bits
+    measured."""
 
     tile: int
-    schemes: dict[tuple[int, int], RowScheme]
+    schemes: dict[Key, RowScheme]
     digest: str
     invariant: bool  # False: no scheme agreed over thread counts; rows are exact for this thread count only
+
+    def scheme(self, linear: Linear) -> RowScheme:
+        return self.schemes[_key(linear)]
 
     def padded(self, rows: int) -> int:
         return -(-rows // self.tile) * self.tile
@@ -80,6 +91,7 @@ class _Prober:
 
     def __init__(self, linear: Linear, threads: Sequence[int]) -> None:
         self._linear = linear
+        self.shape = linear.shape
         self._threads = threads
         generator = torch.Generator().manual_seed(7)
         self._row = torch.randn(1, linear.shape[1], generator=generator)
@@ -109,23 +121,23 @@ class _Prober:
 
 
 def probe(linears: Sequence[Linear], threads: int) -> Probed:
-    """Find the smallest tile (and for each shape the largest chunk) whose row counts all agree.
+    """Find the smallest tile (and for each kind and shape the largest chunk) whose row counts all agree.
 
-    ``linears``: one per distinct shape is enough; more are ignored. Restores the thread count to ``threads``.
+    ``linears``: one of each kind and shape is enough; more are ignored. Restores the thread count to ``threads``.
     """
-    by_shape: dict[tuple[int, int], Linear] = {}
+    distinct: dict[Key, Linear] = {}
     for linear in linears:
-        by_shape.setdefault(linear.shape, linear)
+        distinct.setdefault(_key(linear), linear)
     try:
         for counts, invariant in ((sorted({1, 2, threads}), True), ([threads], False)):
-            probers = {shape: _Prober(linear, counts) for shape, linear in by_shape.items()}
+            probers = {key: _Prober(linear, counts) for key, linear in distinct.items()}
             for tile in TILES:
                 schemes = {}
-                for shape, prober in probers.items():
-                    scheme = _scheme(prober, tile, shape)
+                for key, prober in probers.items():
+                    scheme = _scheme(prober, tile)
                     if scheme is None:
                         break
-                    schemes[shape] = scheme
+                    schemes[key] = scheme
                 else:
                     _log(tile, schemes, invariant)
                     return Probed(tile, schemes, _digest(probers, schemes), invariant)
@@ -134,8 +146,8 @@ def probe(linears: Sequence[Linear], threads: int) -> Probed:
     raise RuntimeError("no row count gives equal rows equal results: this matrix library cannot be used")
 
 
-def _scheme(prober: _Prober, tile: int, shape: tuple[int, int]) -> RowScheme | None:
-    large = shape[0] * shape[1] > _LARGE
+def _scheme(prober: _Prober, tile: int) -> RowScheme | None:
+    large = prober.shape[0] * prober.shape[1] > _LARGE
     for chunk in _LARGE_CHUNKS if large else CHUNKS:
         chunk = chunk // tile * tile or tile
         if prober.agree(range(tile, chunk + 1, tile)):
@@ -145,15 +157,15 @@ def _scheme(prober: _Prober, tile: int, shape: tuple[int, int]) -> RowScheme | N
     return None
 
 
-def _digest(probers: dict[tuple[int, int], _Prober], schemes: dict[tuple[int, int], RowScheme]) -> str:
+def _digest(probers: dict[Key, _Prober], schemes: dict[Key, RowScheme]) -> str:
     digest = hashlib.sha256()
-    for shape in sorted(probers):
-        digest.update(repr(shape).encode() + (probers[shape].signature(schemes[shape].chunk) or b""))
+    for key in sorted(probers):
+        digest.update(repr(key).encode() + (probers[key].signature(schemes[key].chunk) or b""))
     return digest.hexdigest()
 
 
-def _log(tile: int, schemes: dict[tuple[int, int], RowScheme], invariant: bool) -> None:
-    detail = ", ".join(f"{n}x{k}: {s.chunk} {list(s.blocks)}" for (n, k), s in schemes.items())
+def _log(tile: int, schemes: dict[Key, RowScheme], invariant: bool) -> None:
+    detail = ", ".join(f"{kind} {n}x{k}: {s.chunk} {list(s.blocks)}" for (kind, n, k), s in schemes.items())
     if invariant:
         log.info("row tile %d; chunk and blocks per shape: %s", tile, detail)
     else:

@@ -11,6 +11,7 @@ threads on 2 cores at a load of 14: 14 to 32 s a decode step so, 4 s with the li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Concatenate, ParamSpec, TypeVar
@@ -18,13 +19,15 @@ from typing import Concatenate, ParamSpec, TypeVar
 import numpy as np
 import torch
 
-from executor_svc.backends.cpu.exact import exact_exp, exact_sum
+from executor_svc.backends.cpu.exact import exact_exp, exact_sum, exact_tanh
 from executor_svc.metadata import StepMetadata
 from executor_svc.models.config import ModelConfig
 
 QUERY_TILE = 8  # tokens
 KV_TILE = 64  # tokens
 ITEMS = 8
+_NEVER = 1 << 40  # beyond any position
+_GELU = math.sqrt(2.0 / math.pi)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,10 +55,12 @@ class TorchOps:
 
     name = "torch"
 
-    def __init__(self, config: ModelConfig, rope: torch.Tensor) -> None:
-        """``rope`` is ``rope_table``: float32 [context, head_dim]."""
+    def __init__(self, config: ModelConfig, rope: torch.Tensor, local_rope: torch.Tensor | None = None) -> None:
+        """``rope`` is ``rope_table``: float32 [context, rotary_dim]; ``local_rope`` that of layers with a window, if it
+        differs."""
         self._config = config
         self._rope = rope
+        self._local_rope = local_rope
         self._block_size = 0
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -75,9 +80,8 @@ class TorchOps:
     def begin_step(self, metadata: StepMetadata) -> None:
         positions = torch.from_numpy(metadata.positions)
         self._kv_slots = torch.from_numpy(metadata.kv_slots)
-        table = self._rope[positions]
-        half = self._config.head_dim // 2
-        self._cos, self._sin = table[:, None, :half], table[:, None, half:]
+        self._rotary = self._rope[positions][:, None]
+        self._local_rotary = self._rotary if self._local_rope is None else self._local_rope[positions][:, None]
         self._chunks = self._make_chunks(metadata)
 
     def _make_chunks(self, metadata: StepMetadata) -> list[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
@@ -115,6 +119,15 @@ class TorchOps:
         return weight * (x * (1.0 / torch.sqrt(mean_square + self._config.rms_norm_eps)))
 
     @in_one_thread
+    def norm_heads(self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor) -> None:
+        config = self._config
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        queries = heads[:, : config.num_heads]
+        keys = heads[:, config.num_heads : config.num_heads + config.num_kv_heads]
+        for part, weight in ((queries, q_weight), (keys, k_weight)):
+            part.copy_(self.rms_norm(part, weight))
+
+    @in_one_thread
     def add_rms_norm(self, residual: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         residual += delta
         return self.rms_norm(residual, weight)
@@ -124,10 +137,11 @@ class TorchOps:
         config = self._config
         tokens = len(self._kv_slots)
         heads = qkv[:tokens].view(tokens, -1, config.head_dim)
-        rotated = heads[:, : config.num_heads + config.num_kv_heads]
+        cos, sin = (self._local_rotary if config.window(layer) else self._rotary).chunk(2, dim=-1)
+        rotated = heads[:, : config.num_heads + config.num_kv_heads, : config.rotary_dim]
         low, high = rotated.chunk(2, dim=-1)
-        rotated.copy_(torch.cat([low * self._cos - high * self._sin, high * self._cos + low * self._sin], dim=-1))
-        self._keys[layer][self._kv_slots] = rotated[:, config.num_heads :]
+        rotated.copy_(torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1))
+        self._keys[layer][self._kv_slots] = heads[:, config.num_heads : config.num_heads + config.num_kv_heads]
         self._values[layer][self._kv_slots] = heads[:, config.num_heads + config.num_kv_heads :]
 
     @in_one_thread
@@ -152,22 +166,30 @@ class TorchOps:
         """Online softmax over the KV tiles. q [ITEMS * KV heads, group * QUERY_TILE, head_dim] -> the same shape."""
         config = self._config
         batch, rows = q.shape[:2]
-        scale = config.head_dim**-0.5
+        window = config.window(layer)
+        oldest = positions - window if window else torch.full_like(positions, -1)  # the newest token not seen
         largest = torch.full((batch, rows, 1), -torch.inf)
         total = torch.zeros(batch, rows, 1)
         out = torch.zeros(q.shape)
+        first = torch.where(positions >= 0, oldest, _NEVER).amin(dim=1) + 1  # of the tokens that an item sees
         last = positions.amax(dim=1)
-        for tile, tile_slots in enumerate(slots):
+        # Tiles that no item sees are passed over, which changes no bit: one adds zeros to every sum.
+        for tile in range(max(int(first.min()), 0) // KV_TILE, len(slots)):
+            tile_slots = slots[tile]
             at = tile * KV_TILE + torch.arange(KV_TILE)
-            visible = at <= positions[..., None]  # [ITEMS, QUERY_TILE, KV_TILE]
+            visible = (at <= positions[..., None]) & (at > oldest[..., None])  # [ITEMS, QUERY_TILE, KV_TILE]
             mask = visible[:, None, None].expand(-1, config.num_kv_heads, config.group_size, -1, -1)
             mask = mask.reshape(batch, rows, KV_TILE)
             keys = self._keys[layer][tile_slots].transpose(1, 2).reshape(batch, KV_TILE, config.head_dim)
             values = self._values[layer][tile_slots]
             # Unwritten cache may hold NaN, and 0 x NaN is NaN: values are masked as well as scores.
-            values = torch.where((at <= last[:, None])[..., None, None], values, 0.0)
+            seen = (at >= first[:, None]) & (at <= last[:, None])
+            values = torch.where(seen[..., None, None], values, 0.0)
             values = values.transpose(1, 2).reshape(batch, KV_TILE, config.head_dim)
-            scores = torch.where(mask, torch.bmm(q, keys.transpose(1, 2)) * scale, -torch.inf)
+            scores = torch.bmm(q, keys.transpose(1, 2)) * config.score_scale
+            if config.attention_softcap:
+                scores = self.softcap(scores, config.attention_softcap)
+            scores = torch.where(mask, scores, -torch.inf)
             new_largest = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
             base = torch.where(new_largest == -torch.inf, 0.0, new_largest)  # a row that sees nothing yet
             weights = torch.where(mask, exact_exp(scores - base), 0.0)
@@ -181,3 +203,13 @@ class TorchOps:
     def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return gate / (1.0 + exact_exp(-gate)) * up
+
+    @in_one_thread
+    def gelu_tanh_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        # (1 + tanh u) / 2 = 1 / (1 + e^-2u)
+        return gate / (1.0 + exact_exp(-2.0 * _GELU * (gate + 0.044715 * (gate * gate * gate)))) * up
+
+    @in_one_thread
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return exact_tanh(x / cap) * cap

@@ -13,7 +13,7 @@ from executor_svc.backends.cpu.row_tile import RowScheme, TiledLinear, probe
 from tests.executor.model.batch import Sequence, run
 
 ATTENTION = ["numba", "torch"]
-WEIGHTS = ["float32", "float16"]
+WEIGHTS = ["float32", "float16", "int8"]
 # (N, K) of the fused matrices of the real model; the head's first columns stand for all of it.
 REAL_SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536), (4096, 576)]
 
@@ -90,7 +90,7 @@ def test_row_schemes_of_the_real_shapes_hold_for_every_row_count(weights: str) -
     x = {k: torch.randn(512, k, generator=generator) for _, k in REAL_SHAPES}
     try:
         for linear in linears[:4]:
-            tiled = TiledLinear(linear, probed.schemes[linear.shape])
+            tiled = TiledLinear(linear, probed.scheme(linear))
             data = x[linear.shape[1]]
             torch.set_num_threads(1)
             whole = tiled(data[: probed.padded(500)])

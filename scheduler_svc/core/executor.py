@@ -32,6 +32,8 @@ class ExecutorStatus(IntEnum):
 class ExecutorState:
     """``epoch`` starts with an empty slate: a new table, pool and cache, seq 1 next (`start_epoch`)."""
 
+    cache: PrefixCache
+
     def __init__(
         self, session: bytes, hello: Hello, model: ModelEntry, num_blocks: int, now: float, config: CoreConfig
     ) -> None:

@@ -76,8 +76,12 @@ def _blocks(executor: ExecutorState) -> list[str]:
         problems.append("the findable flags differ from the prefix cache")
     if not set(pool.lru) <= set(cache.by_block):
         problems.append("a cached block cannot be found")
-    if {id(entry) for entry in cache.by_hash.values()} != {id(entry) for entry in cache.by_block.values()}:
+    if {id(run) for run in cache.by_hash.values()} != {id(run) for run in cache.by_block.values()}:
         problems.append("the two indices of the prefix cache differ")
+    if any(cache.by_block.get(block) is not run for run in cache.by_hash.values() for block in run.blocks):
+        problems.append("a run of the prefix cache lists a block that is not its own")
+    if sum(len(run.blocks) for run in cache.by_hash.values()) != len(cache.by_block):
+        problems.append("a block of the prefix cache is in no run")
     return problems
 
 

@@ -24,7 +24,7 @@ from scheduler_svc.core import policy
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.pipeline import PlanRecord, Rows, make_record
-from scheduler_svc.core.prefix_cache import Entry
+from scheduler_svc.core.prefix_cache import Prefix
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.routing import Routing
 from scheduler_svc.core.sequence import Sequence, State
@@ -210,7 +210,7 @@ class Planner:
                     return  # nothing more is planned until these are answered
                 alone = sequence
             hits = self._residency.lookup(executor, sequence)
-            if alone is None and self._awaits_prefix(executor, sequence, len(hits), now):
+            if alone is None and self._awaits_prefix(executor, sequence, hits.count, now):
                 continue
             if others and alone is None:
                 elsewhere = self._routing.better_place(executor, others, sequence, hits, left_to, now)
@@ -218,9 +218,10 @@ class Planner:
                     left_to[elsewhere.session] += 1
                     sequence.waits_for = "its turn on a better placed executor"
                     continue
-            if not self._make_room(executor, sequence, hits, draft, now):
+            room = self._make_room(executor, sequence, hits, draft, now)
+            if room is None:
                 return
-            slot = self._residency.admit(executor, sequence, hits)
+            slot = self._residency.admit(executor, sequence, room)
             executor.model.admissions.add(sequence, now)
             draft.admitted[slot] = sequence
             self._add_prefill(executor, sequence, draft)
@@ -239,18 +240,18 @@ class Planner:
         return True
 
     def _make_room(
-        self, executor: ExecutorState, sequence: Sequence, hits: list[Entry], draft: Draft, now: float
-    ) -> bool:
-        """Is there a slot and room, with headroom? Residents that may not run anyway give way, others do not; a suspect
-        that must run alone displaces whom it must."""
-        table, pool = executor.table, executor.pool
+        self, executor: ExecutorState, sequence: Sequence, hits: Prefix, draft: Draft, now: float
+    ) -> Prefix | None:
+        """What is found of its prefix, once there is a slot and room for it, with headroom; None if there is not.
+        Residents that may not run anyway give way, others do not; a suspect that must run alone displaces whom it
+        must."""
+        table = executor.table
         alone = executor.isolated is sequence
         while True:
-            needed = self._residency.blocks_needed(executor, sequence, hits)
             headroom = 0 if alone else self._routing.headroom(executor)
-            if table.free and needed + headroom <= pool.available:
+            if table.free and self._residency.has_blocks(executor, sequence, hits, headroom):
                 if alone or self._routing.peak_fits(executor, sequence):
-                    return True
+                    return hits
                 sequence.waits_for = "KV that those which run may come to need"
             else:
                 sequence.waits_for = "blocks" if table.free else "a slot"
@@ -262,9 +263,9 @@ class Planner:
                 candidates = self._idle(executor, draft, runnable)
             victim = policy.victim(executor, candidates, runnable, forced=alone)
             if victim is None:
-                return False
+                return None
             self._residency.preempt(executor, victim, now)
-            hits[:] = self._residency.lookup(executor, sequence)
+            hits = self._residency.lookup(executor, sequence)
 
     def _may_run(self, executor: ExecutorState, draft: Draft) -> npt.NDArray[np.bool_]:
         """[max_slots] which slots could have rows now, as far as their workers are concerned."""

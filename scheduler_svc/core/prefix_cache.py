@@ -1,14 +1,18 @@
 """Which full blocks of one executor can be found again, and under what content.
 
-An entry is trusted for its content, never for its hash: a hit compares the tokens, and compares the parent by the
-parent entry's identity (``uid``), which stands for the whole chain before it. The first entry of a chain compares the
-tenant's salt. A block becomes findable only when the plan that filled it was answered (commit.py).
+Blocks that one sequence filled one after the other form a *run*: it is found by the chained hash of its first block,
+and the blocks after that by comparing tokens::
+
+    by_hash    hash of A   ->  run 1: blocks A B C D
+               hash of C'  ->  run 2: blocks C' D'        after 2 blocks of run 1
+
+A run is trusted for its content, never for its hash: a hit compares all the tokens, and the place that the run follows:
+the parent's identity (``uid``, which stands for the whole chain before it) and how many blocks of it. The first run of
+a chain compares the tenant's salt. Runs lose blocks from their ends (tails are evicted first) and never regain any. A
+block becomes findable only when the plan that filled it was answered (commit.py).
 """
 
 from __future__ import annotations
-
-from itertools import chain, repeat
-from typing import cast
 
 import msgspec
 import numpy as np
@@ -16,96 +20,140 @@ import numpy as np
 from scheduler_svc.core.blocks import BlockPool, nothing_to_forget
 
 
-class Entry(msgspec.Struct, eq=False, gc=False):
-    """Made by the thousand, so it is a struct that Python's cycle collector never looks at."""
+class Run(msgspec.Struct, eq=False, gc=False):
+    """Python's cycle collector never looks at these (garbage.py)."""
 
     uid: int
-    hash: bytes
-    parent: int  # uid of the entry before; 0: this is a first block
+    digest: bytes  # of its first block
+    parent: int  # uid of the run that it follows; 0: it starts a chain
+    after: int  # how many blocks of that one come before it
     salt: str
-    tokens: bytes
-    block: int
-    live: bool = True
+    tokens: bytes  # raw int32; those of evicted blocks stay at its end
+    blocks: list[int]
 
-    def holds(self, parent: int, salt: str, tokens: bytes) -> bool:
-        return self.parent == parent and self.tokens == tokens and self.salt == salt
+    def follows(self, place: Place | None, salt: str) -> bool:
+        if place is None:
+            return self.parent == 0 and self.salt == salt
+        return self.parent == place[0].uid and self.after == place[1]
+
+    def common(self, start: int, tokens: bytes, at: int, most: int, width: int) -> int:
+        """How many of its blocks from ``start`` on hold ``tokens`` from byte ``at`` on; at most ``most``."""
+        most = min(most, len(self.blocks) - start)
+        mine = self.tokens[start * width : (start + most) * width]
+        theirs = tokens[at : at + most * width]
+        if mine == theirs:
+            return most
+        differs = np.frombuffer(mine, dtype="<i4") != np.frombuffer(theirs, dtype="<i4")
+        return int(differs.argmax()) * 4 // width
+
+
+Place = tuple[Run, int]  # behind so many blocks of a run
+
+
+def is_there(place: Place) -> bool:
+    """Can the block before this place still be found?"""
+    return place[1] <= len(place[0].blocks)
+
+
+class Prefix:
+    """Findable blocks from the start of a sequence on. Not changed once made."""
+
+    __slots__ = ("_blocks", "count", "parts")
+
+    def __init__(self, parts: list[Place]) -> None:
+        self.parts = parts  # (run, how many of its blocks), one after the other
+        self.count = sum([length for _, length in parts])
+        self._blocks: list[int] | None = None
+
+    @property
+    def end(self) -> Place | None:
+        return self.parts[-1] if self.parts else None
+
+    @property
+    def blocks(self) -> list[int]:
+        """Not to be changed."""
+        if self._blocks is None:
+            self._blocks = [block for run, length in self.parts for block in run.blocks[:length]]
+        return self._blocks
+
+    def still_there(self) -> Prefix:
+        """What is left of it."""
+        parts: list[Place] = []
+        for place in self.parts:
+            if not is_there(place):
+                left = len(place[0].blocks)
+                return Prefix([*parts, (place[0], left)] if left else parts)
+            parts.append(place)
+        return self
+
+    def first(self, most: int) -> Prefix:
+        if self.count <= most:
+            return self
+        parts: list[Place] = []
+        for run, length in self.parts:
+            if most <= 0:
+                break
+            parts.append((run, min(length, most)))
+            most -= length
+        return Prefix(parts)
+
+
+NOTHING = Prefix([])
 
 
 class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
-        self.by_hash: dict[bytes, Entry] = {}
-        self.by_block: dict[int, Entry] = {}
+        self.by_hash: dict[bytes, Run] = {}  # by that of its first block
+        self.by_block: dict[int, Run] = {}
         self.hits = 0  # blocks
         self.lookups = 0  # blocks looked for
-        self.dropped = 0  # entries, ever: what was found while this stands still is there
+        self.dropped = 0  # blocks, ever: what was found while this stands still is there
         self._pool = pool
         self._width = 4 * block_size
-        self._content = np.dtype(f"V{self._width}")
         self._next_uid = 1
         pool.in_cache = self.by_block
         pool.on_evict = self._evicted
 
-    def extend(self, found: list[Entry], hashes: list[bytes], tokens: bytes, salt: str, most: int) -> None:
-        """Let ``found``, a findable prefix, go on as far as it does, up to ``most`` entries. ``tokens``: raw int32 from
-        the start."""
-        start, width = len(found), self._width
-        parent = found[-1].uid if found else 0
-        known = list(map(self.by_hash.get, hashes[start:most]))
-        there = known[: known.index(None)] if None in known else known
-        entries = cast("list[Entry]", there)
-        content = tokens[start * width : (start + len(entries)) * width]
-        # As a whole first: a long prompt has thousands of blocks.
-        parents = [parent, *[entry.uid for entry in entries]]
-        parents.pop()
-        if (
-            [entry.parent for entry in entries] == parents
-            and b"".join([entry.tokens for entry in entries]) == content
-            and all(entry.salt == salt for entry in entries[:1])  # those that follow are bound to it
-        ):
-            found += entries
-            return
-        for i, entry in enumerate(entries):
-            if not entry.holds(parent, salt, content[i * width : (i + 1) * width]):
-                return
-            found.append(entry)
-            parent = entry.uid
+    def extend(self, found: Prefix, hashes: list[bytes], tokens: bytes, salt: str, most: int) -> Prefix:
+        """``found``, a findable prefix, as far as it goes on, up to ``most`` blocks. ``tokens``: raw int32 from the
+        start."""
+        parts, most = found.parts.copy(), min(most, len(hashes))
+        if self._walk(parts, found.count, hashes, tokens, salt, most) == found.count:
+            return found
+        return Prefix(parts)
 
     def register(
-        self, digests: list[bytes], parent: Entry | None, salt: str, tokens: bytes, blocks: list[int]
-    ) -> Entry | None:
-        """``blocks`` now hold ``tokens``, a block's each, one after the other and all after ``parent``. Returns the
-        entry of the last content: where one was there before it stays (and its block the one that is found)."""
-        by_hash, by_block = self.by_hash, self.by_block
-        parent_uid = parent.uid if parent is not None else 0
-        contents: list[bytes] = np.frombuffer(tokens, dtype=self._content).tolist()
-        count = len(contents)
-        if not len(digests) == len(blocks) == count:
-            raise ValueError(f"{len(digests)} hashes and {len(blocks)} blocks for {count} blocks of tokens")
-        new = by_hash.keys().isdisjoint(digests) and by_block.keys().isdisjoint(blocks)
-        if new and len(set(digests)) == count:  # nothing to compare with: all of them at once
-            first = self._next_uid
-            self._next_uid += count
-            uids = range(first, first + count)
-            entries = list(map(Entry, uids, digests, chain((parent_uid,), uids), repeat(salt), contents, blocks))
-            by_hash.update(zip(digests, entries, strict=True))
-            by_block.update(zip(blocks, entries, strict=True))
-            return entries[-1] if entries else parent
-        for digest, block, content in zip(digests, blocks, contents, strict=True):
-            entry = by_hash.get(digest)
-            if entry is not None and not entry.holds(parent_uid, salt, content):
-                # Another chain under this hash, or one whose parent is gone: cannot be reached by us.
-                self._drop(entry)
-                self._pool.forget(entry.block)
-                entry = None
-            if entry is None:
-                if block in by_block:
-                    raise RuntimeError(f"block {block} is already findable")
-                entry = Entry(self._next_uid, digest, parent_uid, salt, content, block)
-                self._next_uid += 1
-                by_hash[digest] = entry
-                by_block[block] = entry
-            parent, parent_uid = entry, entry.uid
-        return parent
+        self, digests: list[bytes], place: Place | None, salt: str, tokens: bytes, blocks: list[int]
+    ) -> Place | None:
+        """``blocks`` now hold ``tokens``, a block's each, one after the other and all behind ``place``. Returns the
+        place behind the last content: where one was there before it stays (and its blocks are the ones found).
+        ``digests``: of each block, or the first one's if `needs_all` says no."""
+        count, width = len(blocks), self._width
+        if count != len(tokens) // width:
+            raise ValueError(f"{count} blocks for {len(tokens)} bytes of tokens")
+        at = 0
+        if count and self.needs_all(place, digests[0]):
+            parts = [place] if place is not None else []
+            at = self._walk(parts, 0, digests, tokens, salt, count)
+            place = parts[-1] if parts else None
+        if at == count:
+            return place
+        other = self.by_hash.get(digests[at])
+        if other is not None:
+            self._drop(other)  # another chain under this hash, or one whose parent is gone: cannot be reached by us
+        new = blocks[at:]
+        if not self.by_block.keys().isdisjoint(new):
+            raise RuntimeError(f"one of the blocks {new[:8]}... is already findable")
+        parent, after = (place[0].uid, place[1]) if place is not None else (0, 0)
+        run = Run(self._next_uid, digests[at], parent, after, salt, tokens[at * width :], new)
+        self._next_uid += 1
+        self.by_hash[digests[at]] = run
+        self.by_block.update(dict.fromkeys(new, run))
+        return run, count - at
+
+    def needs_all(self, place: Place | None, digest: bytes) -> bool:
+        """May what comes behind ``place``, with a block of this hash, be there already?"""
+        return digest in self.by_hash or (place is not None and place[1] < len(place[0].blocks))
 
     def close(self) -> None:
         """Its pool is used no more: they let go of each other (garbage.py)."""
@@ -113,22 +161,50 @@ class PrefixCache:
 
     def flush(self) -> int:
         """Nothing is found any more. Returns how many blocks could be; those that sequences hold stay theirs."""
-        entries = list(self.by_block.values())
-        for entry in entries:
-            self._drop(entry)
-            self._pool.forget(entry.block)
-        return len(entries)
+        count = len(self.by_block)
+        for run in list(self.by_hash.values()):
+            self._drop(run)
+        return count
+
+    def _walk(self, parts: list[Place], at: int, hashes: list[bytes], tokens: bytes, salt: str, most: int) -> int:
+        """Let ``parts`` go on from block ``at`` of ``hashes`` and ``tokens`` while what follows can be found. Returns
+        the block that it came to."""
+        width = self._width
+        place = parts[-1] if parts else None
+        if place is not None and at < most and place[1] < len(place[0].blocks):
+            same = place[0].common(place[1], tokens, at * width, most - at, width)
+            if same:
+                place = parts[-1] = (place[0], place[1] + same)
+                at += same
+        while at < most:
+            run = self.by_hash.get(hashes[at])
+            if run is None or not run.follows(place, salt):
+                break
+            same = run.common(0, tokens, at * width, most - at, width)
+            if same == 0:
+                break
+            place = (run, same)
+            parts.append(place)
+            at += same
+        return at
 
     def _evicted(self, blocks: list[int]) -> None:
+        """The pool took these, the last block of each run first."""
         by_hash, by_block = self.by_hash, self.by_block
         for block in blocks:
-            entry = by_block.pop(block)
-            entry.live = False
-            del by_hash[entry.hash]
+            run = by_block.pop(block)
+            left = run.blocks
+            if left.pop() != block:
+                raise RuntimeError(f"block {block} was evicted before those behind it")
+            if not left:
+                del by_hash[run.digest]
         self.dropped += len(blocks)
 
-    def _drop(self, entry: Entry) -> None:
-        entry.live = False
-        del self.by_hash[entry.hash]
-        del self.by_block[entry.block]
-        self.dropped += 1
+    def _drop(self, run: Run) -> None:
+        """None of its blocks is found any more."""
+        blocks, run.blocks = run.blocks, []
+        for block in blocks:
+            del self.by_block[block]
+            self._pool.forget(block)
+        del self.by_hash[run.digest]
+        self.dropped += len(blocks)

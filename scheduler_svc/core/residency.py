@@ -12,18 +12,14 @@ once: the plan that gives them out again runs after every plan that used them (D
 
 from __future__ import annotations
 
-from itertools import takewhile
-from operator import attrgetter
-
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState
-from scheduler_svc.core.prefix_cache import Entry
+from scheduler_svc.core.prefix_cache import NOTHING, Prefix, is_there
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.prefix_hash import extend_hashes
 
 _LOOKAHEAD = 1024  # blocks beyond those that are findable
-_NOTHING_FOUND: tuple[list[Entry], int] = ([], -1)
-_is_live = attrgetter("live")
+_NEVER_LOOKED = (NOTHING, -1)
 
 
 class Residency:
@@ -34,23 +30,22 @@ class Residency:
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def lookup(self, executor: ExecutorState, sequence: Sequence) -> list[Entry]:
+    def lookup(self, executor: ExecutorState, sequence: Sequence) -> Prefix:
         """The findable prefix of this sequence there. What an earlier look found is not looked up again."""
         hashes = sequence.hashes
         most = min(self._most_hits(executor, sequence), len(hashes))
         if most <= 0:
-            return []
+            return NOTHING
         cache = executor.cache
         if not sequence.found and hashes[0] not in cache.by_hash:
-            return []
-        found, dropped = sequence.found.get(cache, _NOTHING_FOUND)
+            return NOTHING
+        found, dropped = sequence.found.get(cache, _NEVER_LOOKED)
         if dropped != cache.dropped:
-            found = list(takewhile(_is_live, found))
-        if len(found) < most and hashes[len(found)] in cache.by_hash:  # else: no copy of the tokens
-            found = found.copy()
-            cache.extend(found, hashes, sequence.tokens(), sequence.salt, most)
+            found = found.still_there()
+        if found.count < most and hashes[found.count] in cache.by_hash:
+            found = cache.extend(found, hashes, sequence.tokens(), sequence.salt, most)
         sequence.found[cache] = found, cache.dropped
-        return found[:most]
+        return found.first(most)
 
     def being_filled(self, executor: ExecutorState, sequence: Sequence, hits: int) -> Sequence | None:
         """The sequence that computes right now the first block that this one misses."""
@@ -58,64 +53,74 @@ class Residency:
             return None
         return executor.filling.get(sequence.hashes[hits])
 
-    def blocks_needed(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> int:
-        """How many available blocks an admission takes: new ones, and hits that are evictable now."""
+    def has_blocks(self, executor: ExecutorState, sequence: Sequence, hits: Prefix, headroom: int) -> bool:
+        """Are there as many available blocks as an admission takes (new ones, and hits that are evictable now), and
+        ``headroom`` more?"""
+        pool = executor.pool
         total = -(-sequence.known // executor.block_size)
-        return total - len(hits) + (executor.pool.idle([entry.block for entry in hits]) if hits else 0)
+        room = pool.available - headroom
+        if total <= room:
+            return True  # even if all hits are evictable
+        return total - hits.count <= room and total - hits.count + pool.idle(hits.blocks) <= room
 
-    def admit(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> int:
+    def admit(self, executor: ExecutorState, sequence: Sequence, hits: Prefix) -> int:
         """Give a waiting sequence a slot and the blocks for all its known tokens. Returns the slot."""
         sequence.stream.model.queue.remove(sequence)
         known, size, cache = sequence.known, executor.block_size, executor.cache
         total = -(-known // size)
-        blocks = [entry.block for entry in hits]
-        if hits:
-            executor.pool.share(blocks)
-        blocks += executor.pool.allocate(total - len(hits))
-        computed = len(hits) * size
+        found = hits.count
+        if found:
+            executor.pool.share(hits.blocks)
+        blocks = hits.blocks + executor.pool.allocate(total - found)
+        computed = found * size
         slot = executor.table.take(sequence, blocks, computed, size)
         sequence.state = State.RUNNING
         sequence.executor = executor
-        sequence.cache_count = len(hits)
-        sequence.cache_tip = hits[-1] if hits else None
+        sequence.cache_count = found
+        sequence.cache_tip = hits.end
         sequence.found.clear()
         sequence.waits_for = ""
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(computed, sequence.prompt_len)
         if not sequence.continued:
             executor.model.queue.shares.charge(sequence.salt, known - computed)
-        self.prefix_hits += len(hits)
-        cache.hits += len(hits)
+        self.prefix_hits += found
+        cache.hits += found
         cache.lookups += total
         executor.prefilling[slot] = sequence
         executor.step_age.admitted(sequence)
-        sequence.fills_to = len(hits)
+        sequence.fills_to = found
         if self._cache_on and sequence.uses_cache:
             self._fills(executor, sequence)
         return slot
 
     # -- while there -------------------------------------------------------------------------------------------------
 
-    def register(self, executor: ExecutorState, sequence: Sequence) -> None:
-        """Make every full block that answered plans have filled findable (its tokens must be out of the tail)."""
+    def register(self, executor: ExecutorState, sequence: Sequence, last: bool = False) -> None:
+        """Make every full block that answered plans have filled findable (its tokens must be out of the tail).
+        ``last``: the sequence ends, nobody will ask for its own hashes any more."""
         if not (self._cache_on and sequence.uses_cache):
             return
         size = executor.block_size
         start, full = sequence.cache_count, executor.table.committed_kv(sequence.slot) // size
         if start >= full:
             return
-        parent = sequence.cache_tip
-        if parent is not None and not parent.live:
+        tip = sequence.cache_tip
+        if tip is not None and not is_there(tip):
             return  # the chain was cut by an eviction: what follows could not be found
         hashes = sequence.hashes
         content = sequence.tokens_between(start * size, full * size)
         if len(hashes) < full:
             if not hashes:
                 return  # a prompt shorter than a block came without hashes: its chain has no root here
-            extend_hashes(hashes, content[4 * size * (len(hashes) - start) :], size)
+            beyond = content[4 * size * (len(hashes) - start) :]
+            if last and start == len(hashes):
+                extend_hashes(hashes, beyond[: 4 * size], size)
+                beyond = beyond[4 * size :] if executor.cache.needs_all(tip, hashes[start]) else b""
+            extend_hashes(hashes, beyond, size)
         blocks = executor.table.blocks[sequence.slot][start:full]
         digests = hashes[start:full]
-        sequence.cache_tip = executor.cache.register(digests, parent, sequence.salt, content, blocks)
+        sequence.cache_tip = executor.cache.register(digests, tip, sequence.salt, content, blocks)
         sequence.cache_count = full
         if start < sequence.fills_to:
             self._filled(executor, sequence, start, full)
@@ -154,7 +159,7 @@ class Residency:
             sequence.stream.model.queue.remove(sequence)
         elif sequence.state is State.RUNNING:
             assert executor is not None
-            self._vacate(executor, sequence)
+            self._vacate(executor, sequence, last=True)
         elif sequence.state is State.SETTLING:
             assert executor is not None
             del executor.settling[(_slot_of(executor, sequence), sequence.generation)]
@@ -183,10 +188,10 @@ class Residency:
         table, slot = executor.table, sequence.slot
         executor.model.queue.shares.charge(sequence.salt, int(table.length[slot] - table.admitted_length[slot]))
 
-    def _vacate(self, executor: ExecutorState, sequence: Sequence) -> None:
+    def _vacate(self, executor: ExecutorState, sequence: Sequence, last: bool = False) -> None:
         slot = sequence.slot
         executor.table.flush(slot)
-        self.register(executor, sequence)
+        self.register(executor, sequence, last)
         executor.prefilling.pop(slot, None)
         if sequence.fills_to > sequence.cache_count:
             self._filled(executor, sequence, sequence.cache_count, sequence.fills_to)

@@ -14,7 +14,7 @@ import numpy as np
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.kv_peak import peak_blocks
-from scheduler_svc.core.prefix_cache import Entry
+from scheduler_svc.core.prefix_cache import Prefix
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.slots import PREFILL
@@ -58,11 +58,11 @@ class Routing:
         """Blocks to leave free at an admission: one for each running sequence, within reason."""
         return min(executor.table.used, executor.pool.total // 16 + 1)
 
-    def has_room(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry]) -> bool:
+    def has_room(self, executor: ExecutorState, sequence: Sequence, hits: Prefix) -> bool:
         if executor.table.free == 0:
             return False
-        needed = self._residency.blocks_needed(executor, sequence, hits)
-        return needed + self.headroom(executor) <= executor.pool.available and self.peak_fits(executor, sequence)
+        headroom = self.headroom(executor)
+        return self._residency.has_blocks(executor, sequence, hits, headroom) and self.peak_fits(executor, sequence)
 
     def peak_fits(self, executor: ExecutorState, sequence: Sequence) -> bool:
         """May this one join those that run there, by the most KV that they can come to need together (kv_peak.py)?"""
@@ -87,7 +87,7 @@ class Routing:
         here: ExecutorState,
         others: list[ExecutorState],
         sequence: Sequence,
-        hits: list[Entry],
+        hits: Prefix,
         left_to: Counter[bytes],
         now: float,
     ) -> ExecutorState | None:
@@ -108,6 +108,6 @@ class Routing:
             sequence.left_since = now
         return best
 
-    def _score(self, executor: ExecutorState, sequence: Sequence, hits: list[Entry], more: int) -> tuple[int, int]:
-        filling = self._residency.being_filled(executor, sequence, len(hits)) is not None
-        return len(hits) + filling, -(executor.table.used + more)
+    def _score(self, executor: ExecutorState, sequence: Sequence, hits: Prefix, more: int) -> tuple[int, int]:
+        filling = self._residency.being_filled(executor, sequence, hits.count) is not None
+        return hits.count + filling, -(executor.table.used + more)

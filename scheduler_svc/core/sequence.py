@@ -13,7 +13,7 @@ import numpy as np
 
 from protos.step import SamplingParams
 from protos.wire import Int32
-from scheduler_svc.core.prefix_cache import Entry, PrefixCache
+from scheduler_svc.core.prefix_cache import Place, Prefix, PrefixCache
 from scheduler_svc.prefix_hash import split_hashes
 
 if TYPE_CHECKING:
@@ -157,9 +157,9 @@ class Sequence:
 
         # Of full blocks: the prompt's, then as far as outputs were hashed.
         self.hashes = split_hashes(hashes) if hashes else []
-        self.found: dict[PrefixCache, tuple[list[Entry], int]] = {}  # while it waits, by Residency.lookup
+        self.found: dict[PrefixCache, tuple[Prefix, int]] = {}  # while it waits, by Residency.lookup
         self.uses_cache = bool(hashes)
-        self.cache_tip: Entry | None = None  # entry of the last registered block on the present executor
+        self.cache_tip: Place | None = None  # behind the last registered block on the present executor
         self.cache_count = 0  # blocks registered (or hit) on the present executor
         self.fills_to = 0  # blocks before this one that are not findable count in the executor's `filling`
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: never admitted
@@ -202,7 +202,7 @@ class Sequence:
 
     def tokens(self) -> bytes:
         """Raw int32 of prompt and outputs (without the slot's tail)."""
-        return self.prompt + bytes(self.outputs)
+        return self.prompt + bytes(self.outputs) if self.outputs else self.prompt
 
     def tokens_between(self, start: int, end: int) -> bytes:
         """Raw int32 of tokens start to end (without the slot's tail)."""

@@ -151,6 +151,7 @@ class SimExecutor:
         self.last_block = np.full(limits.max_slots, -1, dtype=np.int32)
         self.memory = np.full((limits.num_blocks, limits.block_size), -1, dtype=np.int64)
         self.written_by = np.zeros(limits.num_blocks, dtype=np.int64)  # seq of the last plan that wrote the block
+        self.behind = [0] * self.limits.num_blocks  # hash of the tokens before each block's first
 
     def _execute(self, plan: step.StepPlan, answered: int) -> step.StepResult:
         _need(plan.seq == self.seq + 1, step.BAD_SEQUENCE, f"plan {plan.seq} after {self.seq}")
@@ -199,6 +200,8 @@ class SimExecutor:
             _need(0 <= block < self.limits.num_blocks, step.BAD_PLAN, "block out of range")
             content = self.memory[block].tolist()
             _need(content == tokens[i * size : (i + 1) * size], step.BAD_PLAN, f"shared block {block} holds {content}")
+            same = self.behind[block] == hash(tuple(tokens[: i * size]))  # KV depends on all that comes before it
+            _need(same, step.BAD_PLAN, f"shared block {block} holds KV of another context")
             _need(self.written_by[block] <= answered, step.BAD_PLAN, f"block {block} was findable before its answer")
             state.blocks.append(block)
         for block in blocks[shared:]:
@@ -279,6 +282,8 @@ class SimExecutor:
             )
             self.memory[block, position % size] = state.tokens[position]
             self.written_by[block] = seq
+            if position % size == 0:
+                self.behind[block] = hash(tuple(state.tokens[:position]))
         state.computed += count
 
     def _read(self, state: SimSlot) -> Int32:

@@ -11,7 +11,7 @@ from protos.wire import pack_int32
 from scheduler_svc.core.__main__ import main, parser
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.prefix_cache import Entry, PrefixCache
+from scheduler_svc.core.prefix_cache import NOTHING, PrefixCache, is_there
 from scheduler_svc.prefix_hash import HASH_BYTES, block_hashes, extend_hash, root_hash
 
 
@@ -57,13 +57,11 @@ def chain(*blocks: list[int]) -> tuple[list[bytes], bytes]:
 
 def found(cache: PrefixCache, hashes: list[bytes], tokens: bytes, salt: str, most: int) -> int:
     """How many blocks of it can be found; as a whole, and going on from each part of it."""
-    whole: list[Entry] = []
-    cache.extend(whole, hashes, tokens, salt, most)
-    for part in range(len(whole)):
-        again = whole[:part]
-        cache.extend(again, hashes, tokens, salt, most)
-        assert again == whole
-    return len(whole)
+    whole = cache.extend(NOTHING, hashes, tokens, salt, most)
+    for part in range(whole.count):
+        again = cache.extend(whole.first(part), hashes, tokens, salt, most)
+        assert (again.count, again.blocks) == (whole.count, whole.blocks)
+    return whole.count
 
 
 def test_tails_are_evicted_before_heads() -> None:
@@ -97,16 +95,52 @@ def test_the_same_content_keeps_the_first_block_and_other_content_replaces_it() 
     pool = BlockPool(8)
     cache = PrefixCache(pool, 2)
     one, two, three = pool.allocate(3)
-    entry = cache.register([b"h" * 16], None, "", pack_int32([1, 2]), [one])
-    assert cache.register([b"h" * 16], None, "", pack_int32([1, 2]), [two]) is entry
+    place = cache.register([b"h" * 16], None, "", pack_int32([1, 2]), [one])
+    assert cache.register([b"h" * 16], None, "", pack_int32([1, 2]), [two]) == place
     other = cache.register([b"h" * 16], None, "", pack_int32([8, 9]), [three])
-    assert entry is not None
+    assert place is not None
     assert other is not None
-    assert not entry.live
-    assert other.live
+    assert not is_there(place)
+    assert is_there(other)
     assert not pool.findable[one]
     pool.release([one, two, three])
     assert (pool.free, pool.cached) == (7, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_runs_that_branch_and_shrink_are_found_exactly(seed: int) -> None:
+    """Two token ids only, so that blocks of the same content stand behind different ones."""
+    draw = random.Random(seed)
+    pool = BlockPool(24)
+    cache = PrefixCache(pool, 2)
+    content: dict[int, bytes] = {}  # block -> all tokens up to its end, when it was registered
+    for _ in range(3000):
+        tokens = [draw.randrange(1, 3) for _ in range(2 * draw.randrange(1, 7))]
+        hashes, raw = chain(*[tokens[at : at + 2] for at in range(0, len(tokens), 2)])
+        prefix = cache.extend(NOTHING, hashes, raw, "", draw.randrange(len(hashes) + 1))
+        for i, block in enumerate(prefix.blocks):
+            assert content[block] == raw[: 8 * (i + 1)]
+        pool.share(prefix.blocks)
+        missing = len(hashes) - prefix.count
+        if missing > pool.available:
+            pool.release(prefix.blocks)
+            continue
+        blocks = prefix.blocks + pool.allocate(missing)
+        for block in blocks[prefix.count :]:
+            content[block] = b""
+        place, at = prefix.end, prefix.count
+        while at < len(hashes):  # in chunks, as a long prompt is
+            end = draw.randrange(at, len(hashes)) + 1
+            for i in range(at, end):
+                content[blocks[i]] = raw[: 8 * (i + 1)]
+            place = cache.register(hashes[at:end], place, "", raw[8 * at : 8 * end], blocks[at:end])
+            at = end
+        whole = cache.extend(NOTHING, hashes, raw, "", len(hashes))
+        assert whole.count == len(hashes)
+        assert [content[block] for block in whole.blocks] == [raw[: 8 * (i + 1)] for i in range(len(hashes))]
+        pool.release(blocks)
+        assert sorted(block for run in cache.by_hash.values() for block in run.blocks) == sorted(cache.by_block)
+        assert pool.free + pool.cached + pool.owned == pool.total
 
 
 def test_hashes_are_chained_and_their_fields_cannot_collide() -> None:

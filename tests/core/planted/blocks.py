@@ -9,7 +9,7 @@ import numpy as np
 from scheduler_svc import prefix_hash
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.executor import ExecutorState
-from scheduler_svc.core.prefix_cache import Entry, PrefixCache
+from scheduler_svc.core.prefix_cache import PrefixCache, Run
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.slots import SlotTable
@@ -107,18 +107,22 @@ def collide(patch: Patch) -> None:
 @bug("shared block .* holds")
 def a_hash_is_trusted_alone(patch: Patch) -> None:
     collide(patch)
-    patch.setattr(Entry, "holds", lambda self, parent, salt, tokens: True)
-    true = PrefixCache.extend
+    patch.setattr(Run, "follows", lambda self, place, salt: True)
 
-    def extend(self: PrefixCache, found: list[Entry], hashes: list[bytes], tokens: bytes, salt: str, most: int) -> None:
-        true(self, found, hashes, tokens, salt, most)
-        for digest in hashes[len(found) : most]:
-            entry = self.by_hash.get(digest)
-            if entry is None:
-                return
-            found.append(entry)
+    def common(self: Run, start: int, tokens: bytes, at: int, most: int, width: int) -> int:
+        return min(most, len(self.blocks) - start)
 
-    patch.setattr(PrefixCache, "extend", extend)
+    patch.setattr(Run, "common", common)
+
+
+@bug("shared block .* holds")
+def only_the_first_block_of_a_run_is_compared(patch: Patch) -> None:
+    true = Run.common
+
+    def common(self: Run, start: int, tokens: bytes, at: int, most: int, width: int) -> int:
+        return min(most, len(self.blocks) - start) if true(self, start, tokens, at, most, width) else 0
+
+    patch.setattr(Run, "common", common)
 
 
 @bug("findable before its answer|shared block .* holds|findable before it was filled")
@@ -154,8 +158,8 @@ def registered_too_far(patch: Patch) -> None:
     def committed_kv(self: SlotTable, slot: int) -> int:
         return true(self, slot) - 4
 
-    def register(self: Residency, executor: ExecutorState, sequence: Sequence) -> None:
-        true_register(self, executor, sequence)
+    def register(self: Residency, executor: ExecutorState, sequence: Sequence, last: bool = False) -> None:
+        true_register(self, executor, sequence, last)
         patch.setattr(SlotTable, "committed_kv", committed_kv)
 
     true_register = Residency.register

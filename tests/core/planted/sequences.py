@@ -28,8 +28,8 @@ from tests.core.planted.registry import Patch, bug
 def a_slot_is_released_twice(patch: Patch) -> None:
     true = Residency._vacate
 
-    def vacate(self: Residency, executor: ExecutorState, sequence: Sequence) -> None:
-        true(self, executor, sequence)
+    def vacate(self: Residency, executor: ExecutorState, sequence: Sequence, last: bool = False) -> None:
+        true(self, executor, sequence, last)
         executor.released.append(executor.released[-1])
 
     patch.setattr(Residency, "_vacate", vacate)
@@ -152,9 +152,9 @@ def _with_budget(true: Any) -> Any:
 def a_prefilling_sequence_is_forgotten(patch: Patch) -> None:
     true = Residency._vacate
 
-    def vacate(self: Residency, executor: ExecutorState, sequence: Sequence) -> None:
+    def vacate(self: Residency, executor: ExecutorState, sequence: Sequence, last: bool = False) -> None:
         slot, was = sequence.slot, sequence.slot in executor.prefilling
-        true(self, executor, sequence)
+        true(self, executor, sequence, last)
         if was:
             executor.prefilling[slot] = sequence
 

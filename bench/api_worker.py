@@ -4,21 +4,23 @@
         [--json FILE]
 
 A scripted core (scripted_core.py) feeds the real worker process over the real socket as fast as credit lets, one token
-a stream in each batch; a client process reads all streams. First with token ids only (a model without a tokenizer),
-then with text and two stop strings that are looked for and never found. "A core": tokens over the processor time of the
-worker process, so client and core may share the machine with it.
+a stream in each batch; a client process takes all streams (drain_client.py). First with token ids only (a model without
+a tokenizer), then with text and two stop strings that are looked for and never found. "A core": tokens over the
+processor time of the worker process, so client and core may share the machine with it.
 
-Meanwhile a second client opens a stream of one token every ``--probe-interval`` seconds. ``first token`` is from the
-core's answer to that client's receipt, ``whole`` from the call to the receipt; the core answers at once.
+Meanwhile another client opens a stream of one token every ``--probe-interval`` seconds, and the core answers at once.
+``first``: from the core's answer until the worker has the first token in a message for gRPC, by the server's clocks;
+``cpu``: the processor time of the worker from its Submit until then; ``whole``: from the call to the receipt, by the
+client's clock. A probe that is not done when the load ends counts too.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import statistics
@@ -26,14 +28,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import ByteLevelBPETokenizer
 
+from bench.drain_client import DrainClient
 from bench.scripted_core import IDS_MODEL, PROBE, TEXT_MODEL, ScriptedCore
 from protos.stepwire.v1 import inference_pb2 as pb
 
@@ -64,42 +70,44 @@ def request(model: str, request_id: str, tokens: int) -> pb.GenerateRequest:
 def read_streams(address: str, model: str, streams: int, answer: Connection) -> None:
     """Reads all of them to their end, without parsing any message but the last. Answers with (messages, tokens)."""
 
-    async def read(channel: grpc.aio.Channel, number: int) -> tuple[int, int]:
-        call = channel.unary_stream(METHOD, request_serializer=pb.GenerateRequest.SerializeToString)
-        messages, last = 0, b""
-        async for data in call(request(model, f"load{number}", LONGEST), wait_for_ready=True):
-            messages, last = messages + 1, data
-        return messages, pb.GenerateStreamResponse.FromString(last).usage.completion_tokens
-
-    async def main() -> list[tuple[int, int]]:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(CHANNELS)]
-        counts = await asyncio.gather(*(read(channels[i % CHANNELS], i) for i in range(streams)))
-        for channel in channels:
-            await channel.close()
-        return list(counts)
-
-    counts = asyncio.run(main())
-    answer.send((sum(messages for messages, _ in counts), sum(tokens for _, tokens in counts)))
+    host, _, port = address.rpartition(":")
+    clients = [DrainClient(host, int(port)) for _ in range(min(CHANNELS, streams))]
+    for number in range(streams):
+        message = request(model, f"load{number}", LONGEST).SerializeToString()
+        clients[number % len(clients)].open(METHOD.encode(), message)
+    waiting = {client.socket: client for client in clients}
+    while waiting:
+        for ready in select.select(list(waiting), [], [])[0]:
+            if not waiting[ready].read():
+                del waiting[ready]
+    last = [pb.GenerateStreamResponse.FromString(data) for client in clients for data in client.last.values()]
+    for client in clients:
+        client.close()
+    answer.send((sum(client.messages for client in clients), sum(message.usage.completion_tokens for message in last)))
 
 
 def probe(address: str, interval: float, line: Connection) -> None:
-    """Opens streams of one token, one after the other, until told to stop; sends (id, called, received) of each."""
-    with grpc.insecure_channel(address) as channel:
+    """Opens a stream of one token every ``interval`` seconds, whether or not the last one ended, until told to stop;
+    sends (id, called, received) of each."""
+    times = []
+    with grpc.insecure_channel(address) as channel, ThreadPoolExecutor(256) as pool:
         call = channel.unary_stream(
             METHOD,
             request_serializer=pb.GenerateRequest.SerializeToString,
             response_deserializer=pb.GenerateStreamResponse.FromString,
         )
-        times = []
-        number = 0
-        while not line.poll(interval):
-            number += 1
-            name, called, received = f"{PROBE}{os.getpid()}-{number}", time.monotonic(), 0.0
+
+        def one(name: str) -> None:
+            called, received = time.monotonic(), 0.0
             for message in call(request(IDS_MODEL, name, 1), wait_for_ready=True):
                 if message.choices and not received:
                     received = time.monotonic()
             times.append((name, called, received))
+
+        for number in count():
+            if line.poll(interval):
+                break
+            pool.submit(one, f"{PROBE}{os.getpid()}-{number}")
     line.send(times)
 
 
@@ -115,13 +123,25 @@ class Worker:
             self.address = f"127.0.0.1:{probe_socket.getsockname()[1]}"
         command = [sys.executable, "-m", "scheduler_svc.api", "--front", front, "--listen", self.address]
         command += ["--worker-name", "bench", "--leave-grace", "0", "--drain-limit", "1", "--max-streams", "16384"]
+        command += ["--log-level", "debug", "--log-format", "json"]
+        self._log = log
         with log.open("wb") as file:
             self._process = subprocess.Popen(command, stdout=file, stderr=file)
+        with grpc.insecure_channel(self.address) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(
+                health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=30
+            )
+            next(state for state in watch if state.status == health_pb2.HealthCheckResponse.SERVING)
 
     def cpu(self) -> float:
         """Seconds of processor time, of all its threads."""
         fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def first_tokens(self) -> dict[str, dict[str, Any]]:
+        """The worker's own record of each first token (``scheduler_svc.api.stream``), by request id."""
+        records = map(json.loads, self._log.read_text().splitlines())
+        return {record["request"]: record for record in records if record["event"] == "first token"}
 
     def stop(self) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -159,12 +179,14 @@ def measure(
     probes = line.recv()
     reader.join()
     prober.join()
-    during = [
-        (name, called, received) for name, called, received in probes if began <= called and received <= core.ends_at
-    ]
-    answered = core.probes_answered
-    first = sorted((received - answered[name][1]) * 1e3 for name, _, received in during)
-    whole = sorted((received - called) * 1e3 for _, called, received in during)
+    during = [probe for probe in probes if began <= probe[1] <= core.ends_at]
+    server = worker.first_tokens()
+    first, first_cpu = [], []
+    for name, _, _ in during:
+        times = server[name]
+        first.append(times["made"][0] - core.probes_answered[name])
+        first_cpu.append(times["made"][1] - times["submitted"][1])
+    whole = [received - called for _, called, received in during]
     return {
         "model": model,
         "streams": streams,
@@ -176,13 +198,16 @@ def measure(
         "probes": len(during),
         "first_token_ms_p50": _quantile(first, 0.5),
         "first_token_ms_p99": _quantile(first, 0.99),
+        "first_token_cpu_ms_p50": _quantile(first_cpu, 0.5),
+        "first_token_cpu_ms_p99": _quantile(first_cpu, 0.99),
         "whole_ms_p50": _quantile(whole, 0.5),
         "whole_ms_p99": _quantile(whole, 0.99),
     }
 
 
-def _quantile(values: list[float], share: float) -> float:
-    return values[min(len(values) - 1, int(share * len(values)))] if values else float("nan")
+def _quantile(seconds: list[float], share: float) -> float:
+    """Milliseconds."""
+    return 1e3 * sorted(seconds)[min(len(seconds) - 1, int(share * len(seconds)))] if seconds else float("nan")
 
 
 def parse_args() -> argparse.Namespace:
@@ -209,7 +234,8 @@ def main() -> None:
         worker = Worker(front, Path(folder) / "worker.log")
         try:
             print(f"{'model':>5} {'streams':>8} {'tok/s/core':>11} {'tok/s':>9} {'cores':>6} {'tok/msg':>8} "
-                  f"{'first p50':>10} {'p99 ms':>8} {'whole p50':>10} {'p99 ms':>8} {'probes':>7}")  # fmt: skip
+                  f"{'first p50':>10} {'p99 ms':>8} {'cpu p50':>8} {'p99 ms':>8} {'whole p50':>10} {'p99 ms':>8} "
+                  f"{'probes':>7}")  # fmt: skip
             measure(core, worker, TEXT_MODEL, 4, 3.0, args.probe_interval)  # warm
             for model in (IDS_MODEL, TEXT_MODEL):
                 for streams in [int(part) for part in args.streams.split(",")]:
@@ -225,7 +251,8 @@ def main() -> None:
                     print(f"{model:>5} {streams:>8} {line['tokens_a_second_a_core']:>11.0f} "
                           f"{line['tokens_a_second']:>9.0f} {line['worker_cores']:>6.2f} "
                           f"{line['tokens_a_message']:>8.1f} {line['first_token_ms_p50']:>10.1f} "
-                          f"{line['first_token_ms_p99']:>8.1f} {line['whole_ms_p50']:>10.1f} "
+                          f"{line['first_token_ms_p99']:>8.1f} {line['first_token_cpu_ms_p50']:>8.1f} "
+                          f"{line['first_token_cpu_ms_p99']:>8.1f} {line['whole_ms_p50']:>10.1f} "
                           f"{line['whole_ms_p99']:>8.1f} {line['probes']:>7.0f}", flush=True)  # fmt: skip
         finally:
             worker.stop()

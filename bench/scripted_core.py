@@ -27,7 +27,7 @@ class ScriptedCore(threading.Thread):
 
     def __init__(self, address: str, tokenizer: bytes, vocab_size: int, sample: Int32) -> None:
         super().__init__(name="core", daemon=True)
-        self.probes_answered: dict[str, tuple[float, float]] = {}  # request id -> (Submit came, tokens left), monotonic
+        self.probes_answered: dict[str, float] = {}  # by request id; monotonic
         self.wave_began = threading.Event()
         self.wave_ended = threading.Event()
         self._tokenizer = tokenizer
@@ -45,7 +45,7 @@ class ScriptedCore(threading.Thread):
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(front.ToCore).decode
         self._peer = b""
-        self._window = 0
+        self._allowance = 0
         self._sent = self._credited = 0
         self._wave: list[int] = []  # stream numbers
         self._wave_size = 0
@@ -87,7 +87,7 @@ class ScriptedCore(threading.Thread):
     def _flowing(self) -> bool:
         if not self._wave_size or len(self._wave) < self._wave_size or self.wave_ended.is_set():
             return False
-        return self._sent - self._credited + self._wave_size <= self._window
+        return self._sent - self._credited + self._wave_size <= self._allowance
 
     def _batch(self) -> None:
         if self.position == 0:
@@ -106,7 +106,7 @@ class ScriptedCore(threading.Thread):
 
     def _handle(self, peer: bytes, message: front.ToCore) -> None:
         if isinstance(message, front.Attach):
-            self._peer, self._window = peer, message.window
+            self._peer, self._allowance = peer, message.window
             self._sent = self._credited = 0
             self._send(front.Attached(1))
             self._send(self._models)
@@ -114,13 +114,13 @@ class ScriptedCore(threading.Thread):
             self._submit(message)
         elif isinstance(message, front.Credit):
             self._credited = message.tokens
+            self._allowance = message.allowance or self._allowance
         elif isinstance(message, front.FetchAsset):
             part = self._tokenizer[message.offset : message.offset + message.length]
             self._send(front.AssetChunk(message.sha256, message.offset, len(self._tokenizer), part))
         # Seen: a real core would let the stream run on. Cancel comes after every end.
 
     def _submit(self, message: front.Submit) -> None:
-        came = time.monotonic()
         self._send(front.Accepted(message.stream))
         if not message.request_id.startswith(PROBE):
             self._wave.append(message.stream)
@@ -128,7 +128,7 @@ class ScriptedCore(threading.Thread):
         self._send(front.Tokens(pack_int32([message.stream]), self._sample[:1].tobytes()))
         self._send(front.Finished(message.stream, 0, front.LENGTH, 1, 0))
         self._sent += 1
-        self.probes_answered[message.request_id] = came, time.monotonic()
+        self.probes_answered[message.request_id] = time.monotonic()
 
     def _send(self, message: front.ToWorker) -> None:
         self._socket.send_multipart((self._peer, self._encode(message)))

@@ -9,7 +9,7 @@
       | -- Submit(stream, ...) -----------> |   one per stream; `outputs` non-empty: a continuation
       | <-- Accepted(stream) -------------- |   or Rejected: the stream never existed
       | <-- Tokens(...), Finished(...) ---- |   every choice has exactly one end: Finished or Failed
-      | -- Credit(tokens) ----------------> |   cumulative; the core keeps at most `window` tokens unacknowledged
+      | -- Credit(tokens, allowance) -----> |   cumulative; the core keeps at most `window` tokens unacknowledged
       | -- Stop(...), Cancel(...) --------> |
 
 The core knows token ids only. ``stream`` numbers are chosen by the worker, unique within its incarnation.
@@ -35,7 +35,7 @@ class Attach(msgspec.Struct, array_like=True, frozen=True, tag="A"):
     version: Positive
     worker: Name
     incarnation: U64  # of the worker: random, drawn at start
-    window: Positive = 65536  # tokens the worker lets the core have unacknowledged
+    window: Positive = 65536  # tokens the worker lets the core have unacknowledged, whatever Credit says
 
 
 class Choice(msgspec.Struct, array_like=True, frozen=True):
@@ -87,6 +87,7 @@ class Cancel(msgspec.Struct, array_like=True, frozen=True, tag="C"):
 
 class Credit(msgspec.Struct, array_like=True, frozen=True, tag="c"):
     tokens: U64  # tokens received since Attach that the worker has dealt with (cumulative)
+    allowance: Count = 0  # tokens unacknowledged at which choices past their first token stand still; 0: as before
 
 
 class FetchAsset(msgspec.Struct, array_like=True, frozen=True, tag="a"):

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 from typing import cast
 
 import msgspec
@@ -31,6 +30,7 @@ from scheduler_svc.api.models import AssetFault
 from scheduler_svc.api.refusal import Refusal, unavailable
 from scheduler_svc.api.stream import Stream
 from scheduler_svc.api.token_batch import deliver, guarded
+from scheduler_svc.api.token_flow import TokenFlow
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ _decoder = msgspec.msgpack.Decoder(front.ToWorker, strict=True)
 
 QUIET = 1.2  # seconds
 CHUNK_BYTES = 256 * 1024
-_ALLOWANCE_A_STREAM, _LEAST_ALLOWANCE = 8, 512  # tokens on their way while this process cannot keep up
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +56,7 @@ class LinkConfig:
     asset_timeout: float = 10.0  # for one chunk of a file
     status_timeout: float = 10.0  # for one answer about the core itself
     batch: int = 256  # messages handled before others have their turn ...
-    turn: float = 0.002  # ... or time spent on them
-    wakes: int = 32  # streams that may write before the socket is looked at again
+    turn: float = 0.002  # ... or time spent on them, and then on the streams that they are for
     rest: float = 0.002  # between two turns while there is more to do: gRPC reads new calls only where it comes to rest
 
 
@@ -91,10 +89,7 @@ class CoreLink:
         self._streams: dict[int, Stream] = {}  # submitted in this session, by number
         self._fingerprints: dict[str, str] = {}  # of this session's models
         self._session_began = time.monotonic()
-        self._received = 0  # tokens, since Attach
-        self._credited = 0
-        self._allowance = config.window  # tokens that may be on their way to here
-        self._due: dict[Stream, None] = {}  # streams with news for their writers, the longest waiting first
+        self._flow = TokenFlow(config.window, self._send, self.open)
         self._chunks: dict[tuple[str, int], asyncio.Future[front.AssetChunk]] = {}
         self._tickets: dict[int, asyncio.Future[dict[str, object]]] = {}
         self._ticket = 0
@@ -121,7 +116,7 @@ class CoreLink:
     def remove(self, stream: Stream) -> None:
         """Closes a stream, whatever its state; the core is told where it may still run."""
         number = self.open.pop(stream, 0)
-        if number and self._streams.pop(number, None) is not None:
+        if number and self._forget(number) is not None:
             self._send(front.Cancel(number))
 
     async def fetch(self, asset: Asset) -> bytes:
@@ -240,7 +235,7 @@ class CoreLink:
         self.down_since = time.monotonic()
         self._streams.clear()
         self._fingerprints.clear()
-        self._wake(len(self._due))
+        self._flow.serve_all()
         for stream in self.open:
             self.open[stream] = 0
             stream.on_link_lost()
@@ -261,17 +256,16 @@ class CoreLink:
             patience = self.config.silence
             if self._socket is None:  # pings do not count before the Attach is answered
                 patience = attach_by - time.monotonic()
-            if not self._due and (patience <= 0 or not await socket.poll(int(patience * 1000) + 1)):
+            if not self._flow and (patience <= 0 or not await socket.poll(int(patience * 1000) + 1)):
                 raise SessionOver(f"silent for {self.config.silence:g} s")
             emptied = self._receive_some(plain, socket)
-            self._wake(self.config.wakes)
-            self._credit()
-            await asyncio.sleep(self.config.rest if self._due or not emptied else 0)
+            # What is queued holds up what comes after it, be it a new stream's first token: it goes before the writers
+            # of all others. Credit bounds it, which they bring about.
+            await self._flow.serve(self.config.turn if emptied else 0.0)
+            await asyncio.sleep(self.config.rest if emptied and self._flow else 0)
 
     def _receive_some(self, plain: zmq.Socket, socket: zmq.asyncio.Socket) -> bool:
-        """Takes what is there, as far as it fits into a turn; returns whether that was all. Then the writers have
-        theirs: the more there is to do, the more of a stream's tokens ride in one message, and a new stream's first
-        token never waits for thousands of others."""
+        """Takes what is there, as far as it fits into a turn; returns whether that was all."""
         touched: set[Stream] = set()
         until = time.monotonic() + self.config.turn
         emptied = False
@@ -292,21 +286,9 @@ class CoreLink:
             self._heard = time.monotonic()
             if self._heard >= until:
                 break
-        # What queues up in the socket delays whatever comes after it: less is asked for until it is used up in time.
-        least = min(self.config.window, max(_LEAST_ALLOWANCE, _ALLOWANCE_A_STREAM * len(self._streams)))
-        self._allowance = min(self.config.window, self._allowance * 2) if emptied else max(least, self._allowance // 2)
         for stream in touched:
-            if stream.begun:
-                self._due.setdefault(stream)
-            else:
-                stream.wake()
+            self._flow.touch(stream)
         return emptied
-
-    def _wake(self, count: int) -> None:
-        """Let the writers of up to so many streams run."""
-        for stream in list(islice(self._due, count)):
-            del self._due[stream]
-            stream.wake()
 
     def _handle(self, message: front.ToWorker, socket: zmq.asyncio.Socket, touched: set[Stream]) -> None:
         if isinstance(message, front.Attached):
@@ -317,7 +299,7 @@ class CoreLink:
         if self._socket is None:
             return  # not attached: only stray pings come before that
         if isinstance(message, front.Tokens):
-            self._received += deliver(message, self._streams, self._send, touched)
+            self._flow.came(*deliver(message, self._streams, touched))
         elif isinstance(message, front.Finished):
             stream = self._streams.get(message.stream)
             if stream is not None:
@@ -354,8 +336,7 @@ class CoreLink:
             raise SessionOver("attached twice")
         self._socket = socket
         self._told = False
-        self._received = self._credited = 0
-        self._allowance = self.config.window
+        self._flow.restart()
         self._session_began = time.monotonic()
         self.down_since = None
         self._was_up = True
@@ -385,6 +366,7 @@ class CoreLink:
             return
         self.open[stream] = self._number
         self._streams[self._number] = stream
+        self._flow.choices += len(stream.choices)
         self._send(submission)
 
     def _other_weights(self, stream: Stream) -> bool:
@@ -398,16 +380,15 @@ class CoreLink:
 
     def _drop(self, number: int) -> None:
         """The core has ended this submission."""
-        stream = self._streams.pop(number, None)
+        stream = self._forget(number)
         if stream is not None and stream in self.open:
             self.open[stream] = 0
 
-    def _credit(self) -> None:
-        # Tokens are dealt with once they are in their stream: there a bound of its own holds for each.
-        dealt_with = self._received - (self.config.window - self._allowance)
-        if dealt_with - self._credited >= max(1, self._allowance // 8):
-            self._credited = dealt_with
-            self._send(front.Credit(dealt_with))
+    def _forget(self, number: int) -> Stream | None:
+        stream = self._streams.pop(number, None)
+        if stream is not None:
+            self._flow.choices -= len(stream.choices)
+        return stream
 
     def _send(self, message: front.ToCore) -> None:
         if self._socket is not None:

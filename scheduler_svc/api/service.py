@@ -233,6 +233,7 @@ class _Call:
             self._metrics.inter_token.observe((now - self._last) / tokens)
         else:
             self._metrics.first_token.observe(now - self.began)
+            log.debug("first token", extra=stream.first_token_times() | {"began": self.began})
         self._last = now
 
 

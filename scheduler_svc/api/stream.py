@@ -30,12 +30,21 @@ _REASONS = {
 }
 
 
+_NEVER = (0.0, 0.0)
+
+
+def _now() -> tuple[float, float]:
+    """Monotonic seconds, and the processor time that this process has used."""
+    return time.monotonic(), time.process_time()
+
+
 @dataclass(slots=True)
 class ChoiceState:
-    """``raw`` are ids not yet looked at: without stop strings that is put off until a message is made."""
+    """``raw`` are ids not yet looked at, by `Stream.look` or when a message is made."""
 
     output: Output
     raw: list[int] = field(default_factory=list)
+    looked: int = 0  # ids of which the core was told whether there is a stop string in them
     sent: int = 0  # ids the client has, those it continued from included
     finish_sent: bool = False
     running: bool = True  # the core still owes the end
@@ -57,6 +66,8 @@ class Stream:
     def __init__(self, request: Request, *, streaming: bool) -> None:
         self.request = request
         self.streaming = streaming  # else nothing is wanted before the end
+        self.unlooked = 0  # ids that came since `look`
+        self.fresh = streaming  # no message with a token was made yet
         self.choices: dict[int, ChoiceState] = {}
         self.error: Refusal | None = None
         self.accepted = False
@@ -64,6 +75,8 @@ class Stream:
         self.writing_since = 0.0  # monotonic; 0: no write in flight
         self.task: asyncio.Task[None] | None = None
         self.opened = time.monotonic()
+        self.submitted_at = _NEVER
+        self.first_token_at = _NEVER
         self._started_sent = False
         self._done_sent = False
         self._finished_before = 0  # ids of choices that the client has whole
@@ -98,6 +111,7 @@ class Stream:
         running = {index: choice for index, choice in self.choices.items() if choice.running}
         if not running:
             return None
+        self.submitted_at = _now()
         request = self.request
         return front.Submit(
             stream=number,
@@ -140,26 +154,32 @@ class Stream:
             refusal = unavailable(refusal.message, refusal.retry_after)
         self.fail(refusal)
 
-    def on_tokens(self, index: int, tokens: list[int]) -> End | None:
-        """Takes new ids of a choice; returns its end where they completed a stop string, which the core has to know."""
+    def on_tokens(self, index: int, tokens: list[int]) -> None:
+        """Takes new ids of a choice; what they mean is looked at later."""
         choice = self.choices.get(index)
         if choice is None or not choice.running or choice.output.end is not None:
-            return None
-        if self.request.stops is None:
-            choice.raw += tokens
-            return None
-        choice.output.push(tokens)
-        end = choice.output.end
-        return end if end is not None and end.reason == front.STOP_TEXT else None
+            return
+        if self.first_token_at is _NEVER:
+            self.first_token_at = _now()
+        choice.raw += tokens
 
-    def seen(self, index: int) -> int:
-        """Ids of a choice in which no stop string was found so far; -1: it ended, or never was."""
-        choice = self.choices.get(index)
-        return -1 if choice is None or choice.output.end is not None else len(choice.output.ids)
-
-    def outputs(self, index: int) -> int:
-        """Ids of a choice up to its end."""
-        return len(self.choices[index].output.ids)
+    def look(self, number: int, seen: list[tuple[int, int, int]]) -> list[front.Stop]:
+        """Looks for stop strings in what came. Returns the ends that the core has to know, and adds to ``seen``
+        (``number``, choice, ids) how far there is none."""
+        stops: list[front.Stop] = []
+        if self.request.stops is None or self.error is not None:
+            return stops
+        for index, choice in self.choices.items():
+            choice.settle()
+            count, end = len(choice.output.ids), choice.output.end
+            if not choice.running or count == choice.looked:
+                continue
+            choice.looked = count
+            if end is None:
+                seen.append((number, index, count))
+            elif end.reason == front.STOP_TEXT:
+                stops.append(front.Stop(number, index, count))
+        return stops
 
     def on_finished(self, message: front.Finished) -> None:
         choice = self.choices.get(message.choice)
@@ -196,11 +216,6 @@ class Stream:
         if not self.ended:
             self.error = refusal
         self._changed.set()
-
-    @property
-    def begun(self) -> bool:
-        """Its first message was made."""
-        return self._started_sent
 
     def wake(self) -> None:
         """Something may be there for the writer."""
@@ -251,6 +266,7 @@ class Stream:
             text = output.take_text()
             if count == choice.sent and not text and output.end is None:
                 continue
+            self.fresh = False
             delta = message.choices.add(index=index, text=text, token_ids=output.ids[choice.sent :])
             if self.logprobs is not None:
                 self._check_prompt_logprobs()
@@ -306,6 +322,11 @@ class Stream:
             completion_tokens=self._finished_before + self.completion_tokens,
             cached_tokens=min(cached, default=0),
         )
+
+    def first_token_times(self) -> dict[str, object]:
+        """For the log, now that its message is made: pairs of monotonic seconds and this process's processor time."""
+        times = {"submitted": self.submitted_at, "came": self.first_token_at, "made": _now()}
+        return {"request": self.request.request_id, **times}
 
     @property
     def ended(self) -> bool:

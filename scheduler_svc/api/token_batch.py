@@ -6,10 +6,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-import numpy as np
-
 from protos import front
-from protos.wire import WireError, pack_int32, unpack_int32
+from protos.wire import WireError, unpack_int32
 from scheduler_svc.api.refusal import Refusal
 from scheduler_svc.api.stream import Stream
 
@@ -29,14 +27,9 @@ def guarded(stream: Stream, act: Callable[P, R], *args: P.args, **kwargs: P.kwar
         return None
 
 
-def deliver(
-    message: front.Tokens,
-    streams: Mapping[int, Stream],
-    send: Callable[[front.ToCore], None],
-    touched: set[Stream],
-) -> int:
-    """Hands every row to its stream (``touched`` collects them), tells the core where stop strings were found (Stop)
-    and how far none was (one Seen for all). Returns the number of tokens; rows of streams that are gone count too.
+def deliver(message: front.Tokens, streams: Mapping[int, Stream], touched: set[Stream]) -> tuple[int, int]:
+    """Hands every row to its stream (``touched`` collects them). Returns the number of tokens, and of those whose
+    streams are gone.
 
     Raises WireError before anything is delivered where the message contradicts itself.
     """
@@ -58,22 +51,15 @@ def deliver(
         if stream is not None:
             guarded(stream, stream.on_logprobs, choice, rows_data)
             touched.add(stream)
-    seen: list[tuple[int, int, int]] = []
-    start = 0
+    start = unclaimed = 0
     for row, number in enumerate(numbers.tolist()):
         end = start + (counts[row] if counts else 1)
         stream = streams.get(number)
-        if stream is not None:
-            choice = choices[row]
-            ended = guarded(stream, stream.on_tokens, choice, ids[start:end])
+        if stream is None:
+            unclaimed += end - start
+        else:
+            stream.unlooked += end - start
+            guarded(stream, stream.on_tokens, choices[row], ids[start:end])
             touched.add(stream)
-            if stream.request.stops is not None and stream.error is None:
-                if ended is not None:
-                    send(front.Stop(number, choice, stream.outputs(choice)))
-                elif (outputs := stream.seen(choice)) >= 0:
-                    seen.append((number, choice, outputs))
         start = end
-    if seen:
-        table = np.asarray(seen, dtype=np.int32).T
-        send(front.Seen(pack_int32(table[0]), pack_int32(table[1]), pack_int32(table[2])))
-    return len(ids)
+    return len(ids), unclaimed

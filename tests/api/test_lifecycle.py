@@ -120,7 +120,7 @@ async def test_core_restart_loses_and_repeats_nothing(stops: bool) -> None:
         for count in (1, 4, 2):
             await r.core.step(per_row=count)
             old = {run.submit.request_id: list(run.outputs) for run in r.core.runs.values() if run.choice == 0}
-            await eventually(lambda: r.server.link._received == r.core.sent_tokens)
+            await eventually(lambda: r.server.link._flow.received == r.core.sent_tokens)
             await r.restart_core()
             r.core.auto = False
             await r.core.until(lambda: len(r.core.runs) == 3)
@@ -143,7 +143,7 @@ async def test_core_that_forgot_this_worker() -> None:
         stream = asyncio.create_task(r.stream(text_request()))
         await r.core.until(lambda: r.core.runs)
         await r.core.step(per_row=5)
-        await eventually(lambda: r.server.link._received == 5)
+        await eventually(lambda: r.server.link._flow.received == 5)
         r.core.runs.clear()
         r.core.known = False  # the next Attach is answered with Reattach too
         await r.core.send(front.Reattach())
@@ -282,7 +282,7 @@ async def test_damaged_frame_costs_a_session_and_no_token(frames: list) -> None:
         stream = asyncio.create_task(r.stream(text_request()))
         await r.core.until(lambda: r.core.runs)
         await r.core.step(per_row=3)
-        await eventually(lambda: r.server.link._received == 3)
+        await eventually(lambda: r.server.link._flow.received == 3)
         r.core.runs.clear()
         encoded = [frame if isinstance(frame, bytes) else msgspec.msgpack.encode(frame) for frame in frames]
         await r.core._socket.send_multipart([r.core._peer, *encoded])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,11 +38,12 @@ class ModelFolder:
             return None
         try:
             with path.open("rb") as file:
-                data = file.read(limit + 1)
+                size = os.fstat(file.fileno()).st_size
+                data = file.read(size) if size <= limit else None
         except OSError as error:
             raise CheckpointError(f"{path}: {error}") from error
-        if len(data) > limit:
-            raise CheckpointError(f"{path}: larger than {limit} bytes")
+        if data is None:
+            raise CheckpointError(f"{path}: {size} bytes, larger than {limit} bytes")
         return data
 
     def text(self, name: str) -> str | None:

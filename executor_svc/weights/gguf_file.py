@@ -15,7 +15,7 @@ from executor_svc.models.config import ModelConfig
 from executor_svc.models.gguf_config import parse_gguf_metadata
 from executor_svc.models.parameters import EMBEDDING, FINAL_NORM, HEAD, checked_tensors
 from executor_svc.weights import assets as asset_files
-from executor_svc.weights.errors import CheckpointError
+from executor_svc.weights.errors import CheckpointError, reading
 from executor_svc.weights.fingerprint import fingerprint_files
 from executor_svc.weights.gguf_header import read_header
 from executor_svc.weights.gguf_tensors import GGUFTensors
@@ -48,13 +48,14 @@ class GGUFCheckpoint:
         factors = ()
         if _ROPE_FACTORS in header.tensors:
             factors = tuple(self._tensors.read(header.tensors.pop(_ROPE_FACTORS)).ravel().tolist())
-        config = parse_gguf_metadata(
-            fields,
-            tie_embeddings="output.weight" not in header.tensors,
-            vocab_size=header.tensors["token_embd.weight"].shape[0],
-            freq_factors=factors,
-        )
-        self.config, self.assets = _with_assets(config, fields)
+        with reading(f"{path}: metadata"):
+            config = parse_gguf_metadata(
+                fields,
+                tie_embeddings="output.weight" not in header.tensors,
+                vocab_size=header.tensors["token_embd.weight"].shape[0],
+                freq_factors=factors,
+            )
+            self.config, self.assets = _with_assets(config, fields)
         self.fingerprint = fingerprint_files(self.config.canonical_json(), [path])
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -12,8 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.hf_config import parse_hf_config
+from executor_svc.models.hf_parameters import canonical_tensors
 from executor_svc.models.parameters import checked_tensors
-from executor_svc.weights.errors import CheckpointError
+from executor_svc.weights.errors import CheckpointError, reading
 from executor_svc.weights.fingerprint import fingerprint_files
 from executor_svc.weights.folder import MAX_LARGE, ModelFolder
 from executor_svc.weights.hf_tokenizer import read_assets
@@ -37,13 +38,16 @@ class HFCheckpoint:
         config = self._folder.json("config.json")
         if config is None:
             raise CheckpointError(f"{path}: no config.json")
-        self.config: ModelConfig = parse_hf_config(config)
         self._shards = self._find_shards()  # file -> tensor names the index promises (None: whatever is there)
-        self.config, self.assets = read_assets(self._folder, self.config)
+        self.config: ModelConfig
+        with reading(f"{path}: config.json"):
+            parsed = parse_hf_config(config)
+        with reading(f"{path}: tokenizer and generation settings"):
+            self.config, self.assets = read_assets(self._folder, parsed)
         self.fingerprint = fingerprint_files(self.config.canonical_json(), sorted(self._shards))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return checked_tensors(self.config, self._raw_tensors())
+        return checked_tensors(self.config, canonical_tensors(self.config, self._raw_tensors()))
 
     def _raw_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for path, promised in self._shards.items():

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -156,51 +154,6 @@ def test_wrong_tensors_are_refused_by_name(copy: Path) -> None:
     refuse(copy, "lm_head.weight")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
     assert sum(1 for _ in open_checkpoint(copy).tensors()) == len(tensors)
-
-
-def test_hostile_safetensors(copy: Path) -> None:
-    file = copy / "model.safetensors"
-    whole = file.read_bytes()
-    length = struct.unpack("<Q", whole[:8])[0]
-    for damaged in (
-        b"",
-        whole[:4],
-        whole[: 8 + length // 2],
-        whole[:-100],
-        struct.pack("<Q", 2**62) + whole[8:],
-        struct.pack("<Q", length - 3) + whole[8:],
-        struct.pack("<Q", 9) + b'{"a":[]}]' + whole,
-        whole[:8] + b"[" * length + whole[8 + length :],
-        whole[: 8 + length].replace(b'"data_offsets":[0', b'"data_offsets":[9') + whole[8 + length :],
-    ):
-        file.write_bytes(damaged)
-        refuse(copy)
-
-
-def test_hostile_gguf(tiny: Path, tmp_path: Path) -> None:
-    path = write_gguf(tiny, tmp_path / "whole.gguf", "F32")
-    whole = path.read_bytes()
-    damaged = tmp_path / "damaged.gguf"
-    for size in (0, 3, 8, 30, 200, 2000, len(whole) // 3, len(whole) - 1000):
-        damaged.write_bytes(whole[:size])
-        refuse(damaged)
-    for offset in (8, 16):  # the counts of tensors and of metadata entries
-        damaged.write_bytes(whole[:offset] + struct.pack("<Q", 2**60) + whole[offset + 8 :])
-        refuse(damaged)
-    for old, new in ((b"llama.", b"lLama."), (b"smollm", b"smoLLm"), (b"GGUF", b"GGML")):
-        damaged.write_bytes(whole.replace(old, new))
-        refuse(damaged)
-    generator = np.random.default_rng(0)
-    for _ in range(20):  # flipped header bytes: refused or harmless, never another exception
-        mutated = bytearray(whole)
-        for position in generator.integers(0, 4000, 3):
-            mutated[position] = int(generator.integers(0, 256))
-        damaged.write_bytes(bytes(mutated))
-        try:
-            for _name, _tensor in open_checkpoint(damaged).tensors():
-                pass
-        except CheckpointError:
-            pass
 
 
 def test_other_paths_are_refused(tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from executor_svc.kernels.attention import AttentionShape, PagedAttention
+from executor_svc.backends.cuda.ops import BLOCKS_PER_MULTIPROCESSOR
+from executor_svc.kernels.attention import AttentionShape, DevicePlan, PagedAttention
 from executor_svc.kernels.launch import CupyLauncher
-from executor_svc.kernels.ops import BLOCKS_PER_MULTIPROCESSOR
 from executor_svc.kernels.plan import plan_attention
 
 BLOCK_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
@@ -86,12 +86,11 @@ class PagedCase:
         starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
         q_heads = KV_HEADS * work.group
         self._shape = AttentionShape(torch.bfloat16, q_heads, KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEAD_DIM**-0.5)
-        self._plan = plan_attention(
+        plan = plan_attention(
             starts, new, past, group=work.group, kv_heads=KV_HEADS, window=0, tile_rows=self._shape.tile_rows,
             target_blocks=BLOCKS_PER_MULTIPROCESSOR * launcher.num_multiprocessors,
         )  # fmt: skip
-        plan = self._plan
-        self._items = tuple(torch.from_numpy(part).cuda() for part in (plan.decode, plan.prefill, plan.merges))
+        self._items = DevicePlan(*(torch.from_numpy(part).cuda() for part in (plan.decode, plan.prefill, plan.merges)))
         size = (len(order), KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         self._keys, self._values = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in "kv")
         self._tables = torch.from_numpy(tables).cuda()
@@ -102,9 +101,7 @@ class PagedCase:
         self._attention = PagedAttention(launcher, self._shape)
 
     def run(self) -> None:
-        decode, prefill, merges = self._items
-        items = (decode, prefill, merges)
-        self._attention(self._out, self._q, self._keys, self._values, self._tables, self._plan, items, self._workspace)
+        self._attention(self._out, self._q, self._keys, self._values, self._tables, self._items, self._workspace)
 
 
 def contiguous_attention(work: Workload) -> Callable[[], Any] | None:

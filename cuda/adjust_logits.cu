@@ -5,7 +5,7 @@
 constexpr int THREADS = 512;
 constexpr int STATUS_OK = 0, STATUS_NON_FINITE = 1, STATUS_NO_CANDIDATE = 2;
 
-// grid (rows), block 512. logits and adjusted [rows, vocab]; argmax, top, status [rows].
+// grid (rows), block 512. logits and adjusted [rows, vocab], which may be the same; argmax, top, status [rows].
 // Entries of row r are [starts[r], starts[r + 1]), no id twice in a row:
 //   bias_ids, bias_values   added; -inf bans (min_tokens bans the ends so)
 //   history_ids, _counts    every id of prompt and output, and how often it is in the output
@@ -40,11 +40,14 @@ __global__ void __launch_bounds__(THREADS)
   const int mask_row = grammar_mask ? grammar_rows[row] : -1;
   const int* mask = grammar_mask + (int64_t)mask_row * ((vocab + 31) / 32);
   Best best{negative_infinity(), vocab};
+  bool overflow = false;  // of bias and penalties
   for (int i = threadIdx.x; i < vocab; i += THREADS) {
     if (mask_row >= 0 && !(mask[i / 32] >> (i % 32) & 1)) x[i] = negative_infinity();
     const Best candidate{x[i], i};
+    overflow |= !(candidate.value < __uint_as_float(0x7f800000u));
     if (candidate.value > best.value) best = candidate;
   }
+  bad = __syncthreads_or(bad || overflow);
   best = block_argmax<THREADS>(best, scratch);
   if (threadIdx.x == 0) {
     const bool none = best.index >= vocab;

@@ -16,9 +16,9 @@ from executor_svc.errors import PlanError
 from executor_svc.metadata import StepMetadata
 from executor_svc.models.base import Model
 from executor_svc.pieces import split
-from executor_svc.sampling.prompt_scores import PromptScores
+from executor_svc.sampling.prompt_scores import PromptScores, with_prompt
 from executor_svc.sampling.rows import SampleRows
-from executor_svc.sampling.sampler import FAULT_TOKEN, NOTHING_SAMPLED, SamplerOutput, sample
+from executor_svc.sampling.sampler import FAULT_TOKEN, NOTHING_SAMPLED, Sampled, SamplerOutput, sample
 from protos.step import OUT_OF_MEMORY, STEP_FAILED, RowFault
 
 
@@ -56,16 +56,19 @@ class ModelRunner:
         try:
             if metadata.scored_rows:
                 return self._forward_in_pieces(metadata)
-            return MainOutput(self.model.forward(self._resolve(metadata), metadata))
+            return MainOutput(self._forward(metadata))
         except Exception as error:
-            raise _step_failure("forward", error) from error
+            raise step_failure("forward", error) from error
+
+    def _forward(self, metadata: StepMetadata) -> torch.Tensor:
+        return self.model.forward(self._resolve(metadata), metadata)
 
     def _forward_in_pieces(self, metadata: StepMetadata) -> MainOutput:
         """As one forward, with prompt logprobs besides; at most ``MAX_SCORED`` rows of their logits exist at once."""
         scores = PromptScores()
         sampling = torch.empty(len(metadata.logit_indices), self.model.facts.vocab_size, device=self.device)
         for piece in split(metadata):
-            logits = self.model.forward(self._resolve(piece.metadata), piece.metadata)
+            logits = self._forward(piece.metadata)
             at = len(piece.sampling)
             sampling[torch.from_numpy(piece.sampling).to(self.device)] = logits[:at]
             for part in piece.parts:
@@ -74,7 +77,7 @@ class ModelRunner:
         return MainOutput(sampling, scores)
 
     @torch.inference_mode()
-    def execute_sample(self, main_output: MainOutput | None, metadata: StepMetadata) -> SamplerOutput:
+    def execute_sample(self, main_output: MainOutput | None, metadata: StepMetadata) -> Sampled:
         """Masks, penalties, drawing; writes ``last_tokens``. One token or one fault for each sampling row."""
         rows = metadata.sample_rows
         if main_output is None or rows is None:
@@ -87,12 +90,12 @@ class ModelRunner:
                     raise RuntimeError(f"{len(logits)} rows of logits for {len(rows.slots)} sampling rows")
                 output = sample(logits, rows)
             if main_output.prompt is not None:
-                output = _with_prompt(output, main_output.prompt, rows)
+                output = with_prompt(output, main_output.prompt, rows)
             output = self._with_earlier_faults(output, rows)
             slots = torch.from_numpy(rows.slots.astype(np.int64)).to(self.device)
             self.last_tokens[slots] = torch.from_numpy(output.tokens).to(self.device)
         except Exception as error:
-            raise _step_failure("sampling", error) from error
+            raise step_failure("sampling", error) from error
         return output
 
     def _resolve(self, metadata: StepMetadata) -> torch.Tensor:
@@ -134,19 +137,8 @@ def _on_host(logits: torch.Tensor) -> npt.NDArray[np.float32]:
     return array
 
 
-def _with_prompt(output: SamplerOutput, prompt: PromptScores, rows: SampleRows) -> SamplerOutput:
-    """The same with the logprobs of prompt tokens first; a row whose prompt is at fault has no token."""
-    faults = prompt.faults
-    at_fault = {fault.slot for fault in faults}
-    if not at_fault:
-        return SamplerOutput(output.tokens, output.ok, output.faults, prompt.logprobs + output.logprobs)
-    ok = output.ok & ~np.isin(rows.slots, list(at_fault))
-    logprobs = prompt.logprobs + tuple(entry for entry in output.logprobs if entry.slot not in at_fault)
-    faults += tuple(fault for fault in output.faults if fault.slot not in at_fault)
-    return SamplerOutput(np.where(ok, output.tokens, FAULT_TOKEN), ok, faults, logprobs)
-
-
-def _step_failure(what: str, error: Exception) -> PlanError:
+def step_failure(what: str, error: Exception) -> PlanError:
+    """The PlanError of a step that failed as a whole."""
     text = f"{type(error).__name__}: {error}"
     lower = text.lower()
     no_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(

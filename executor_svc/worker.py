@@ -20,7 +20,7 @@ from executor_svc.errors import PlanError
 from executor_svc.inputs import prepare_inputs
 from executor_svc.metadata import StepMetadata
 from executor_svc.model_runner import ModelRunner
-from executor_svc.sampling.sampler import SamplerOutput
+from executor_svc.sampling.sampler import Sampled, SamplerOutput
 from executor_svc.slots import Slots
 from protos.step import STEP_FAILED, EpochLost, StepPlan, StepResult
 from protos.wire import LE_INT32, LE_UINT16, Epoch
@@ -34,7 +34,7 @@ class StepState:
     the objects that rules need): by now the slot tables may already describe a later plan."""
 
     metadata: StepMetadata
-    sampled: SamplerOutput
+    sampled: Sampled
     started: float  # time.perf_counter() when its round began
 
 
@@ -104,17 +104,18 @@ class Worker:
 
     def post_process(self, state: StepState) -> None:
         """Tokens reach the host: histories advance, the result is sent."""
-        self.send(make_result(state))
+        sampled = state.sampled.output()
+        self.send(make_result(state, sampled))
         rows = state.metadata.sample_rows
         assert rows is not None
         for i, sequence in rows.special:
-            if state.sampled.ok[i]:
-                sequence.record(int(state.sampled.tokens[i]))
+            if sampled.ok[i]:
+                sequence.record(int(sampled.tokens[i]))
 
 
-def make_result(state: StepState) -> StepResult:
+def make_result(state: StepState, sampled: SamplerOutput) -> StepResult:
     """The message that answers a step's plan: rows without a fault, in the plan's order."""
-    rows, key, sampled = state.metadata.sample_rows, state.metadata.key, state.sampled
+    rows, key = state.metadata.sample_rows, state.metadata.key
     assert rows is not None
     assert key is not None
     slots, generations, tokens = rows.slots, rows.generations, sampled.tokens

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from executor_svc.kernels.launch import Launcher
-from executor_svc.kernels.plan import AttentionPlan
 from executor_svc.kernels.table import HEAD_DIMS, MAX_GROUP, decode_smem, f32_smem, prefill_rows, prefill_smem
 
 TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
@@ -47,6 +46,15 @@ class AttentionShape:
         return 0 if self.dtype == torch.float32 else prefill_rows(self.head_dim)
 
 
+@dataclass(frozen=True, slots=True)
+class DevicePlan:
+    """A step's plan (``plan.AttentionPlan``) on the device; items and merges of -1 are padding and do nothing."""
+
+    decode: torch.Tensor  # int32 [n, 8]
+    prefill: torch.Tensor  # int32 [n, 8]
+    merges: torch.Tensor  # int32 [n, 4]
+
+
 class PagedAttention:
     """Attention of a step's queries over the paged cache [num_blocks, kv_heads, block_size, head_dim]."""
 
@@ -67,21 +75,18 @@ class PagedAttention:
         key_cache: torch.Tensor,
         value_cache: torch.Tensor,
         block_tables: torch.Tensor,
-        plan: AttentionPlan,
-        device_plan: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        plan: DevicePlan,
         workspace: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Fills ``out`` [T, q_heads * head_dim] for every query that the plan names.
+        """Fills ``out`` [T, q_heads * head_dim] for every query that the plan names. The grid depends on the plan's
+        lengths alone, so a graph may hold the launch and the plan's content may change under it.
 
         ``q`` [T, >= q_heads * head_dim], the queries first (rotated qkv serves as it is). ``block_tables`` int32
-        [R, width]. ``device_plan``: the plan's decode items, prefill items and merges on the device. ``workspace``:
-        float32, of at least [num_slots, kv_heads, 16, head_dim] and [num_slots, kv_heads, 16] elements.
+        [rows, stride]: an item's ``row`` times the stride is where its table begins. ``workspace``: float32, of at
+        least [slots, kv_heads, 16, head_dim] and [slots, kv_heads, 16] elements for the slots of the plan.
         """
         shape = self._shape
         part_out, part_lse = workspace
-        if part_lse.numel() < plan.num_slots * shape.kv_heads * MAX_GROUP:
-            raise ValueError(f"the workspace has no room for {plan.num_slots} partial results")
-        decode_items, prefill_items, merges = device_plan
         common = (
             np.int32(block_tables.shape[1]),
             np.int32(shape.block_size),
@@ -94,13 +99,13 @@ class PagedAttention:
         caches = (q, key_cache, value_cache, block_tables)
         if len(plan.decode):
             grid = (len(plan.decode), shape.kv_heads)
-            self._decode(grid, (128,), (out, part_out, part_lse, *caches, decode_items, *common), self._smem)
+            self._decode(grid, (128,), (out, part_out, part_lse, *caches, plan.decode, *common), self._smem)
         if len(plan.prefill):
             assert self._prefill is not None  # a float32 plan has decode items only
             grid = (len(plan.prefill), shape.kv_heads)
             smem = prefill_smem(shape.head_dim, 2)
-            self._prefill(grid, (128,), (out, *caches, prefill_items, *common), smem)
+            self._prefill(grid, (128,), (out, *caches, plan.prefill, *common), smem)
         if len(plan.merges):
             grid = (len(plan.merges), shape.kv_heads)
             sizes = (np.int32(shape.group), np.int32(shape.head_dim))
-            self._merge(grid, (128,), (out, part_out, part_lse, merges, *sizes))
+            self._merge(grid, (128,), (out, part_out, part_lse, plan.merges, *sizes))

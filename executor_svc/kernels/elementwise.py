@@ -34,7 +34,7 @@ class ElementwiseKernels:
         """``residual += delta`` in place (``None``: as it is), then ``out = norm(residual) * (weight + offset)``.
         [T, H], [T, H], [T, H], [H]; H a multiple of 16 bytes."""
         tokens, hidden = residual.shape
-        self._check_width("hidden size", hidden)
+        self.check_width("hidden size", hidden)
         if tokens:
             args = (out, residual, delta, weight, np.float32(eps), np.float32(weight_offset), np.int32(hidden))
             self._norm((tokens,), (256,), args)
@@ -42,7 +42,7 @@ class ElementwiseKernels:
     def silu_mul(self, out: torch.Tensor, gate_up: torch.Tensor) -> None:
         """silu(gate) * up. [T, I], [T, 2 I] (gate first); I a multiple of 16 bytes."""
         tokens, width = out.shape
-        self._check_width("intermediate size", width)
+        self.check_width("intermediate size", width)
         if tokens:
             self._silu((tokens, -(-width // (256 * self._vector))), (256,), (out, gate_up, np.int32(width)))
 
@@ -85,6 +85,6 @@ class ElementwiseKernels:
         if tokens:
             self._gather((-(-tokens // 128),), (128,), (input_ids, last_tokens, token_slots, np.int32(tokens)))
 
-    def _check_width(self, what: str, width: int) -> None:
+    def check_width(self, what: str, width: int) -> None:
         if width % self._vector:
             raise ValueError(f"{what} {width} is not a multiple of {self._vector} elements (16 bytes)")

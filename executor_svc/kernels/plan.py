@@ -7,6 +7,7 @@ others go to the prefill kernel, in query tiles over all their KV positions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ Int64 = npt.NDArray[np.int64]
 ITEM_FIELDS = 8
 SPLIT_UNIT = 64  # tokens: splits begin at multiples of it, one tile of each of the four warps
 MIN_SPLIT = 4 * SPLIT_UNIT  # tokens: a shorter range costs more in the merge than it gains
+EVEN_SHARE = 1.25  # a range longer than this many even shares of the work is cut, whatever the number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +44,11 @@ def plan_attention(
     window: int,
     tile_rows: int,
     target_blocks: int,
-    max_slots: int | None = None,
 ) -> AttentionPlan:
     """``query_starts`` [R or more], ``query_lens`` [R], ``seq_lens`` [R] tokens cached before the step.
 
     ``window`` 0: none. ``tile_rows``: packed rows of a prefill block (0: everything goes to the decode kernel, in
-    pieces of at most 16 packed rows). ``target_blocks``: decode blocks that fill the device. ``max_slots`` bounds the
-    partial results.
+    pieces of at most 16 packed rows). ``target_blocks``: decode blocks that fill the device.
     """
     if not 1 <= group <= MAX_GROUP:
         raise ValueError(f"{group} query heads a KV head; 1 to {MAX_GROUP} are supported")
@@ -57,8 +57,18 @@ def plan_attention(
     decode = _tile(starts, lens, past, few, MAX_GROUP // group, window)
     prefill = _tile(starts, lens, past, ~few, max(tile_rows // group, 1), window)
     blocks = max(target_blocks // kv_heads, 1)
-    decode, merges, num_slots = _split(decode, blocks, max_slots)
+    decode, merges, num_slots = _split(decode, blocks)
     return AttentionPlan(decode.astype(np.int32), _longest_first(prefill).astype(np.int32), merges, num_slots)
+
+
+def most_items(rows: int, target_blocks: int, kv_heads: int) -> int:
+    """The most decode items of a plan of ``rows`` rows (of one query each, or few)."""
+    return rows + max(target_blocks // kv_heads, 1)
+
+
+def most_slots(target_blocks: int, kv_heads: int) -> int:
+    """The most partial results of a plan: a row that is cut has at most twice as many pieces as even shares."""
+    return 2 * max(target_blocks // kv_heads, 1)
 
 
 def _tile(starts: Int64, lens: Int64, past: Int64, chosen: npt.NDArray[np.bool_], queries: int, window: int) -> Int64:
@@ -79,11 +89,12 @@ def _tile(starts: Int64, lens: Int64, past: Int64, chosen: npt.NDArray[np.bool_]
     return items
 
 
-def _split(items: Int64, blocks: int, max_slots: int | None) -> tuple[Int64, Int32, int]:
+def _split(items: Int64, blocks: int) -> tuple[Int64, Int32, int]:
     """Cut the KV ranges so that about ``blocks`` items result, all of about the same length.
 
-    The pieces' length is the shortest for which they are few enough: short rows stay whole, and long ones are cut into
-    equal parts.
+    The pieces' length is the shortest for which they are at most ``blocks``: short rows stay whole, and long ones are
+    cut into equal parts. Where there are more rows than that, those much longer than a block's even share of the work
+    are cut none the less, so that none runs on when all others are done. At most ``most_items`` result.
     """
     units = -(-items[:, 5] // SPLIT_UNIT) - items[:, 4] // SPLIT_UNIT
 
@@ -91,14 +102,14 @@ def _split(items: Int64, blocks: int, max_slots: int | None) -> tuple[Int64, Int
         return np.maximum(-(-units // length), 1)
 
     def fits(length: int) -> bool:
-        pieces = pieces_of(length)
-        partial = int(pieces[pieces > 1].sum())
-        return int(pieces.sum()) <= max(blocks, len(items)) and (max_slots is None or partial <= max_slots)
+        return int(pieces_of(length).sum()) <= max(blocks, len(items))
 
     low, high = MIN_SPLIT // SPLIT_UNIT, max(int(units.max(initial=1)), MIN_SPLIT // SPLIT_UNIT)
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    even = math.ceil(EVEN_SHARE * int(units.sum()) / blocks)
+    low = min(low, max(MIN_SPLIT // SPLIT_UNIT, even))
     pieces = pieces_of(low)
     index = np.repeat(np.arange(len(items)), pieces)
     ordinal = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

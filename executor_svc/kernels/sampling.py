@@ -33,7 +33,7 @@ class LogitRules:
 
 @dataclass(frozen=True, slots=True)
 class DrawRules:
-    """How each row is drawn, on the device; ``draw_rules`` makes it."""
+    """How each row is drawn, on the device; ``draw_values`` makes it."""
 
     factor: torch.Tensor  # float64 [S], 0: greedy
     least: torch.Tensor  # int64 [S], smallest weight that stays
@@ -42,20 +42,15 @@ class DrawRules:
     bits: torch.Tensor  # uint64 [S]
 
 
-def draw_rules(
-    temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, bits: np.ndarray, device: str
-) -> DrawRules:
-    """All [S]; ``temperature`` 0 is greedy; ``bits`` from ``philox.draw_bits``."""
+def draw_values(
+    temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray, bits: np.ndarray
+) -> list[np.ndarray]:
+    """The fields of ``DrawRules`` on the host. All [S]; ``temperature`` 0 is greedy; ``bits`` from
+    ``philox.draw_bits``."""
     heat = temperature.astype(np.float64)
     factor = np.divide(STEPS_PER_E, heat, out=np.zeros_like(heat), where=heat > 0)
     least = np.maximum(1, np.ceil(min_p.astype(np.float64) * _MAX_WEIGHT)).astype(np.int64)
-    return DrawRules(
-        torch.from_numpy(factor).to(device),
-        torch.from_numpy(least).to(device),
-        torch.from_numpy(top_k.astype(np.int32)).to(device),
-        torch.from_numpy(top_p.astype(np.float64)).to(device),
-        torch.from_numpy(bits.astype(np.uint64)).to(device),
-    )
+    return [factor, least, top_k.astype(np.int32), top_p.astype(np.float64), bits.astype(np.uint64)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,16 @@ class SamplerOutput:
     ok: Bool  # [N]
     faults: tuple[RowFault, ...]
     logprobs: tuple[SlotLogprobs, ...]
+
+    def output(self) -> SamplerOutput:
+        """Itself: here already. A device's is on its way until its ``output`` is asked for."""
+        return self
+
+
+class Sampled(Protocol):
+    """What a step's sampling left; ``output`` waits for it, if it has to."""
+
+    def output(self) -> SamplerOutput: ...
 
 
 NOTHING_SAMPLED = SamplerOutput(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool), (), ())

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
+from executor_svc.backends.cuda.device import CudaDevice, Device
 from executor_svc.kernels.launch import CupyLauncher, Dim, Launch, Launcher
 from executor_svc.kernels.signature import Argument
 from executor_svc.kernels.table import find_kernel
 from tests.kernels.ptx.launcher import PtxLauncher
+from tests.kernels.stand_in import StandIn
 
 _on_device = False
 
@@ -22,6 +24,11 @@ def use_device(wanted: bool) -> None:
 def make_launcher(check_races: bool = True) -> Launcher:
     """For tests that hold their tensors on the host."""
     return MirrorLauncher(CupyLauncher()) if _on_device else PtxLauncher(check_races)
+
+
+def make_device(check_races: bool = False) -> Device:
+    """For tests that hold their tensors where the kernels run."""
+    return CudaDevice() if _on_device else StandIn(PtxLauncher(check_races))
 
 
 class MirrorLauncher:

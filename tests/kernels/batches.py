@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from executor_svc.kernels.attention import AttentionShape, PagedAttention
+from executor_svc.kernels.attention import AttentionShape, DevicePlan, PagedAttention
 from executor_svc.kernels.launch import Launcher
 from executor_svc.kernels.plan import AttentionPlan, plan_attention
 from tests.kernels import references
@@ -86,9 +86,9 @@ def attend(launcher: Launcher, batch: Batch, target_blocks: int = 24) -> torch.T
     out = torch.full((len(batch.qkv), shape.q_heads * shape.head_dim), torch.nan, dtype=shape.dtype)
     slots = max(plan.num_slots, 1) * shape.kv_heads * 16
     workspace = (torch.full((slots * shape.head_dim,), torch.nan), torch.full((slots,), torch.nan))
-    decode, prefill, merges = (torch.from_numpy(part) for part in (plan.decode, plan.prefill, plan.merges))
+    on_device = DevicePlan(*(torch.from_numpy(part) for part in (plan.decode, plan.prefill, plan.merges)))
     caches = (batch.key_cache, batch.value_cache, batch.block_tables)
-    PagedAttention(launcher, shape)(out, batch.qkv, *caches, plan, (decode, prefill, merges), workspace)
+    PagedAttention(launcher, shape)(out, batch.qkv, *caches, on_device, workspace)
     return out.view(-1, shape.q_heads, shape.head_dim)
 
 

@@ -1,119 +1,91 @@
-"""A whole forward pass with the kernels behind the interpreter gives the CPU operations' logits."""
+"""Whole forward passes with the kernels behind the interpreter give the CPU backend's logits, family by family."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from executor_svc.backends.cpu.build import TorchBuilder
-from executor_svc.kernels.ops import KernelOps
-from executor_svc.metadata import StepMetadata
-from executor_svc.models.base import ModelFacts
+from executor_svc.backends.cuda.build import CudaBuilder
 from executor_svc.models.config import ModelConfig
-from executor_svc.models.decoder import Decoder
 from executor_svc.models.rope import rope_table
-from tests.kernels.backends import make_launcher
+from tests.kernels.backends import make_device
+from tests.kernels.stand_in import NoHostReads
+from tests.kernels.tiny_models import BLOCK_SIZE, EXPERTS, GEMMA, LLAMA, NUM_BLOCKS, Batch, cpu_model, cuda_model
 
 pytestmark = pytest.mark.nvrtc
 
-CONFIG = ModelConfig(
-    family="llama", vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2,
-    head_dim=64, context_length=256, rms_norm_eps=1e-5, tie_embeddings=False,
-)  # fmt: skip
-BLOCK_SIZE, NUM_BLOCKS = 16, 24
+# Of the largest logit. Float32: another order of sums. The others round every activation, too.
+TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-def _model() -> Decoder:
-    """Random weights, the same at every call."""
-    generator = torch.Generator().manual_seed(0)
-    c = CONFIG
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * shape[-1] ** -0.5
-
-    builder = TorchBuilder(c, rope_table(c.rope, c.head_dim, c.context_length), "float32", 1)
-    builder.set_embedding(randn(c.vocab_size, c.hidden_size) * 8)
-    builder.set_head(randn(c.vocab_size, c.hidden_size))
-    builder.set_final_norm(1 + randn(c.hidden_size))
-    for layer in range(c.num_layers):
-        builder.set_layer(
-            layer,
-            {
-                "input_layernorm.weight": 1 + randn(c.hidden_size),
-                "post_attention_layernorm.weight": 1 + randn(c.hidden_size),
-                "self_attn.q_proj.weight": randn(c.q_size, c.hidden_size) * 2,
-                "self_attn.k_proj.weight": randn(c.kv_size, c.hidden_size) * 2,
-                "self_attn.v_proj.weight": randn(c.kv_size, c.hidden_size),
-                "self_attn.o_proj.weight": randn(c.hidden_size, c.q_size),
-                "mlp.gate_proj.weight": randn(c.intermediate_size, c.hidden_size),
-                "mlp.up_proj.weight": randn(c.intermediate_size, c.hidden_size),
-                "mlp.down_proj.weight": randn(c.hidden_size, c.intermediate_size),
-            },
-        )
-    builder.numerics()
-    facts = ModelFacts("tiny", "llama", c.vocab_size, c.context_length, c.num_layers, 0, (), "", "")
-    return builder.build(facts)
-
-
-class _Batch:
-    """Rows of (past, new tokens) over shuffled blocks; ``advance`` is one step's metadata."""
-
-    def __init__(self, rows: int) -> None:
-        self._random = np.random.default_rng(1)
-        self._blocks = self._random.permutation(NUM_BLOCKS).reshape(rows, -1).astype(np.int32)
-        self._lens = np.zeros(rows, np.int32)
-
-    def advance(self, rows: list[int], new: list[int]) -> StepMetadata:
-        lens = np.array(new, np.int32)
-        starts = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-        past = self._lens[rows].copy()
-        positions = np.concatenate([np.arange(p, p + n) for p, n in zip(past, lens, strict=True)])
-        row_of = np.repeat(np.arange(len(rows)), lens)
-        tables = self._blocks[rows]
-        self._lens[rows] += lens
-        return StepMetadata(
-            input_ids=self._random.integers(0, CONFIG.vocab_size, int(starts[-1])),
-            positions=positions.astype(np.int64),
-            slots=np.array(rows, np.int32),
-            seq_lens=past,
-            query_lens=lens,
-            query_starts=starts,
-            block_tables=tables,
-            kv_slots=tables[row_of, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE,
-            logit_indices=np.arange(int(starts[-1])),
-            logit_rows=row_of.astype(np.int32),
-            num_decode_rows=sum(n == 1 for n in new),
-        )
-
-
-def test_logits_equal_the_cpu() -> None:
-    """Prefill in chunks, mixed steps, decode; float32, caches full of NaN at the start."""
-    expected, model = _model(), _model()
-    rope = rope_table(CONFIG.rope, CONFIG.head_dim, CONFIG.context_length)
-    model.ops = KernelOps(make_launcher(), CONFIG, rope, torch.float32)
-    for each in (expected, model):
-        each.allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
-        for tensor in each.ops.kv_tensors():
-            tensor.fill_(torch.nan)
-    batch = _Batch(3)
-    for rows, new in (([0, 1], [5, 40]), ([0, 2, 1], [1, 17, 30]), ([0, 1, 2], [1, 1, 1])):
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [
+        pytest.param(LLAMA, "float32", id="llama-float32"),
+        pytest.param(LLAMA, "bfloat16", id="llama-bfloat16"),
+        pytest.param(GEMMA, "float32", id="gemma-float32"),
+        pytest.param(GEMMA, "bfloat16", id="gemma-bfloat16"),
+        pytest.param(EXPERTS, "float16", id="experts-float16"),
+    ],
+)
+def test_logits_equal_the_cpu(config: ModelConfig, weights: str) -> None:
+    """Prompts in chunks, mixed steps, decode; caches full of NaN at the start; nothing waits for the device."""
+    device = make_device()
+    expected, model = cpu_model(config, weights), cuda_model(config, device, weights)
+    batch = Batch(3, config.vocab_size)
+    for rows, new in (([0, 1], [3, 34]), ([0, 2, 1], [1, 5, 9]), ([0, 1, 2], [1, 1, 1])):
         metadata = batch.advance(rows, new)
         ids = torch.from_numpy(metadata.input_ids)
-        logits, right = model.forward(ids, metadata), expected.forward(ids, metadata)
-        torch.testing.assert_close(logits, right, atol=2e-5, rtol=1e-5)
-        assert torch.equal(logits.argmax(dim=1), right.argmax(dim=1))
+        on_device = ids.to(device.launcher.device)
+        with NoHostReads():
+            logits = model.forward(on_device, metadata)
+        logits, right = logits.cpu(), expected.forward(ids, metadata)
+        assert logits.dtype == torch.float32
+        error = float((logits - right).abs().max() / right.abs().max())
+        assert error < TOLERANCE[weights], error
+        if weights == "float32":
+            assert torch.equal(logits.argmax(dim=1), right.argmax(dim=1))
+
+
+def test_a_step_without_logits_has_none() -> None:
+    import dataclasses
+
+    import numpy as np
+
+    model = cuda_model(LLAMA, make_device(), "bfloat16")
+    metadata = Batch(1, 96).advance([0], [5])
+    metadata = dataclasses.replace(metadata, logit_indices=np.zeros(0, np.int64), logit_rows=np.zeros(0, np.int32))
+    logits = model.forward(torch.zeros(5, dtype=torch.int64, device=model.device.launcher.device), metadata)
+    assert logits.shape == (0, 96)
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    rope = rope_table(CONFIG.rope, CONFIG.head_dim, 32)
-    ops = KernelOps(make_launcher(), CONFIG, rope, torch.float32)
+    device = make_device()
+    ops = cuda_model(LLAMA, device).ops
     with pytest.raises(ValueError, match="block size 8"):
         ops.allocate_kv_cache(4, 8)
     ops.allocate_kv_cache(4, BLOCK_SIZE)
-    batch = _Batch(1)
+    batch = Batch(1, 96)
     with pytest.raises(ValueError, match="blocks that a cache of 4 does not have"):
         ops.begin_step(batch.advance([0], [5]))
-    ops.allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
+    short = CudaBuilder(LLAMA, rope_table(LLAMA.rope, 64, 32), "float32", device)._ops
+    short.allocate_kv_cache(NUM_BLOCKS, BLOCK_SIZE)
     with pytest.raises(ValueError, match="beyond the context of 32"):
-        ops.begin_step(batch.advance([0], [40]))
+        short.begin_step(batch.advance([0], [40]))
+
+
+def test_models_the_kernels_cannot_run_are_refused_by_name() -> None:
+    import dataclasses
+
+    device = make_device()
+    rope = rope_table(LLAMA.rope, 64, 32)
+    for field, value, message in (
+        ("head_dim", 48, "head size 48"),
+        ("num_heads", 34, "34 query heads over 2"),
+        ("hidden_size", 60, "hidden size 60"),
+        ("intermediate_size", 100, "intermediate size 100"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CudaBuilder(dataclasses.replace(LLAMA, **{field: value}), rope, "bfloat16", device)
+    with pytest.raises(ValueError, match="weights 'int8'"):
+        CudaBuilder(LLAMA, rope, "int8", device)

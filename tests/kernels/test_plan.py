@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from executor_svc.kernels.plan import MIN_SPLIT, SPLIT_UNIT, AttentionPlan, plan_attention
+from executor_svc.kernels.plan import (
+    EVEN_SHARE,
+    MIN_SPLIT,
+    SPLIT_UNIT,
+    AttentionPlan,
+    most_items,
+    most_slots,
+    plan_attention,
+)
 
 ROWS = st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 60)), min_size=1, max_size=12)
 
@@ -63,25 +71,22 @@ def test_every_position_once(
     assert all(value == {-1} for value in slots.values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=64), st.integers(1, 8))
 def test_skewed_lengths_split_evenly(lengths: list[int], kv_heads: int) -> None:
     plan, _ = _plan(lengths, [1] * len(lengths), kv_heads=kv_heads, target_blocks=264)
     blocks = 264 // kv_heads
-    assert len(plan.decode) <= max(blocks, len(lengths))
+    assert len(plan.decode) <= most_items(len(lengths), 264, kv_heads)
+    assert plan.num_slots <= most_slots(264, kv_heads)
     longest = int((plan.decode[:, 5] - plan.decode[:, 4]).max())
-    # No shorter limit would do: with half the longest piece there would be too many pieces.
-    if longest > MIN_SPLIT + 2 * SPLIT_UNIT:
-        half = longest // 2 - SPLIT_UNIT
-        assert sum(max(1, -(-length // half)) for length in lengths) > blocks
+    assert longest <= max(MIN_SPLIT, EVEN_SHARE * (sum(lengths) + len(lengths) * SPLIT_UNIT) / blocks) + 2 * SPLIT_UNIT
 
 
-def test_room_for_partial_results() -> None:
-    lengths = [50_000] * 3 + [100]
-    for room in (0, 2, 5, 40):
-        plan, _ = _plan(lengths, [1] * 4, max_slots=room)
-        assert plan.num_slots <= room
-    assert _plan(lengths, [1] * 4)[0].num_slots > 40
+def test_few_equal_rows_fill_the_device_once() -> None:
+    for rows in (1, 3, 8, 32, 33):
+        plan, _ = _plan([8191] * rows, [1] * rows, kv_heads=8, target_blocks=264)
+        assert len(plan.decode) <= 33, "a second wave would run almost alone"
+    assert _plan([8191] * 256, [1] * 256, kv_heads=8)[0].num_slots == 0, "equal rows are not cut for nothing"
 
 
 def test_splits_begin_on_tiles() -> None:

@@ -16,7 +16,7 @@ from executor_svc.kernels.sampling import (
     DrawRules,
     LogitRules,
     SamplingKernels,
-    draw_rules,
+    draw_values,
 )
 from tests.kernels import references
 from tests.kernels.backends import make_launcher
@@ -43,6 +43,10 @@ def _empty(logits: torch.Tensor) -> Adjusted:
         torch.full((rows,), torch.nan),
         torch.full((rows,), -9, dtype=torch.int32),
     )
+
+
+def _draw_rules(*values: np.ndarray) -> DrawRules:
+    return DrawRules(*(torch.from_numpy(value) for value in draw_values(*values)))
 
 
 def _draw(logits: torch.Tensor, rules: DrawRules) -> list[int]:
@@ -114,7 +118,7 @@ def test_draw_is_exact(seed: int) -> None:
     min_p = np.array([0.0, 0.02, 0.0, 0.0, 0.0, 0.0, 0.1])
     bits = random.integers(0, 2**64, rows, dtype=np.uint64)
     bits[4] = 2**64 - 1
-    tokens = _draw(torch.from_numpy(logits), draw_rules(temperature, top_k, top_p, min_p, bits, "cpu"))
+    tokens = _draw(torch.from_numpy(logits), _draw_rules(temperature, top_k, top_p, min_p, bits))
     for row in range(rows):
         if temperature[row] == 0:
             expected = int(logits[row].argmax())
@@ -138,7 +142,7 @@ def test_draw_equals_the_cpu() -> None:
     temperature, top_k = random.uniform(0.2, 1.5, rows), random.integers(0, 60, rows)
     top_p, min_p = random.uniform(0.3, 1.0, rows), random.uniform(0, 0.05, rows)
     bits = random.integers(0, 2**64, rows, dtype=np.uint64)
-    tokens = _draw(torch.from_numpy(logits), draw_rules(temperature, top_k, top_p, min_p, bits, "cpu"))
+    tokens = _draw(torch.from_numpy(logits), _draw_rules(temperature, top_k, top_p, min_p, bits))
     expected = draw_rows(logits, np.arange(rows), logits.max(axis=1), temperature, top_k, top_p, min_p, bits)
     assert tokens == expected.tolist()
 

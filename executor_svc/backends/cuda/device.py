@@ -1,0 +1,136 @@
+"""One CUDA device, as far as the executor uses it beside tensors and kernels: pinned memory, events, graphs, sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from executor_svc.kernels.launch import CupyLauncher, Launcher
+
+
+class DeviceUnavailable(ValueError):
+    """The device cannot be used here; the message is one line that says why."""
+
+
+class Event(Protocol):
+    """A point in the device's order of work."""
+
+    def record(self) -> None: ...
+
+    def wait(self) -> None:
+        """The host waits for the last record; returns at once if there was none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the device: ``free`` for everybody, ``total``."""
+
+    free: int
+    total: int
+
+
+class Device(Protocol):
+    """Everything runs in the order in which it was asked for, on one stream."""
+
+    launcher: Launcher  # its ``device`` is where tensors live
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """uint8 [size] on the host, which the device copies from and to without the host."""
+        ...
+
+    def event(self) -> Event: ...
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """What ``run`` asks of the device, to be asked again by the returned call: the same kernels with the same
+        addresses and values. ``run`` must have run once before."""
+        ...
+
+    def memory(self) -> Memory: ...
+
+    def measure(self, run: Callable[[], None]) -> int:
+        """Bytes that ``run`` holds at once at most, beyond what was held before."""
+        ...
+
+    def description(self) -> str:
+        """The device and the versions that decide its results."""
+        ...
+
+
+class CudaEvent:
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def wait(self) -> None:
+        if not self._event.query():
+            self._event.synchronize()
+
+
+class CudaDevice:
+    """Makes a stream of its own the current one of this thread: the default stream waits for others by itself."""
+
+    def __init__(self, index: int = 0) -> None:
+        torch.cuda.set_device(index)
+        torch.set_float32_matmul_precision("highest")  # float32 is float32, not TF32
+        self._index = index
+        self._stream = torch.cuda.Stream(index)
+        torch.cuda.set_stream(self._stream)
+        self.launcher: Launcher = CupyLauncher(index)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def pinned(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def event(self) -> Event:
+        return CudaEvent()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # One pool for all graphs: they run one after another, and what a replay leaves is read before the next.
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph.replay
+
+    def memory(self) -> Memory:
+        torch.cuda.synchronize(self._index)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._index)
+        return Memory(free, total)
+
+    def measure(self, run: Callable[[], None]) -> int:
+        before = self.memory()
+        torch.cuda.reset_peak_memory_stats(self._index)
+        held = torch.cuda.memory_reserved(self._index)
+        run()
+        torch.cuda.synchronize(self._index)
+        taken = torch.cuda.max_memory_reserved(self._index) - held
+        # What is not torch's (kernel images, workspaces of libraries) stays, and shows in the device's own figure.
+        return max(taken, before.free - torch.cuda.mem_get_info(self._index)[0])
+
+    def description(self) -> str:
+        major, minor = torch.cuda.get_device_capability(self._index)
+        name = torch.cuda.get_device_name(self._index)
+        return f"{name} sm_{major}{minor} torch {torch.__version__} cuda {torch.version.cuda}"
+
+
+def open_device() -> CudaDevice:
+    """The first CUDA device. Raises DeviceUnavailable."""
+    from executor_svc.kernels import nvrtc
+
+    if not torch.cuda.is_available():
+        raise DeviceUnavailable("no usable NVIDIA GPU here (torch sees none); use --device cpu")
+    try:
+        nvrtc.version()
+        return CudaDevice()
+    except nvrtc.NvrtcUnavailable as error:
+        raise DeviceUnavailable(f"{error}; install the extra stepwire[gpu]") from error
+    except ImportError as error:
+        raise DeviceUnavailable(f"cupy cannot be used ({error}); install the extra stepwire[gpu]") from error
+    except (ValueError, RuntimeError) as error:
+        raise DeviceUnavailable(str(error).splitlines()[0]) from error

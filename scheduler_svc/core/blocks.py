@@ -46,7 +46,7 @@ class BlockPool:
     @property
     def available(self) -> int:
         """Blocks that `allocate` can give: free and evictable ones."""
-        return self.free + len(self.lru)
+        return len(self._stack) + self.total - len(self._refs) + len(self.lru)
 
     def allocate(self, count: int) -> list[int]:
         """``count`` block ids, each with one reference. Raises RuntimeError when `available` is less (a bug)."""

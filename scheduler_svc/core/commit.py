@@ -20,7 +20,6 @@ from scheduler_svc.core.outbox import Outbox
 from scheduler_svc.core.pipeline import PlanRecord, Rows
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence, State
-from scheduler_svc.core.slots import TAIL
 from scheduler_svc.core.streams import Streams
 from scheduler_svc.core.workers import Workers
 
@@ -107,16 +106,7 @@ class Committer:
         if not len(slots):
             return []
         table = executor.table
-        length = table.length.take(slots)
-        position = (length + slots) & (TAIL - 1)
-        table.tail[slots, position] = tokens
-        length += 1
-        table.length[slots] = length
-        wrapped = position == TAIL - 1
-        if wrapped.any():
-            for slot in slots[wrapped].tolist():
-                table.flush(slot)
-
+        length = table.append(slots, tokens)
         choices = table.choice.take(slots) if table.num_choices else _NO_CHOICES
         delivery.add(table.worker.take(slots), table.stream.take(slots), choices, tokens)
 
@@ -156,6 +146,7 @@ class Committer:
                 self.dropped_rows += 1
                 continue
             sequence.outputs += pack_int32([token])
+            sequence.known += 1
             sequence.pending_rows -= 1
             row = np.array([[sequence.stream.worker.index], [sequence.stream.number], [token]], dtype=np.int32)
             delivery.add(row[0], row[1], np.array([sequence.choice], dtype=np.uint8), row[2])

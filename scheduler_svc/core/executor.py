@@ -77,7 +77,7 @@ class ExecutorState:
         self.released: list[int] = []  # slots to release in the next plan
         self.prefilling: dict[int, Sequence] = {}  # by slot, in order of admission
         self.settling: dict[tuple[int, int], Sequence] = {}  # (slot, generation) of preempted rows unanswered
-        self.filling: dict[bytes, Sequence] = {}  # block hash -> the sequence that is computing that block now
+        self.filling: dict[bytes, Sequence] = {}  # hash -> who computes that block now, as the first not findable yet
         self.isolated = None
 
     def residents(self) -> list[Sequence]:

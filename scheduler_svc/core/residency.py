@@ -18,7 +18,6 @@ from scheduler_svc.core.prefix_cache import NOTHING, Prefix, is_there
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.prefix_hash import extend_hashes
 
-_LOOKAHEAD = 1024  # blocks beyond those that are findable
 _NEVER_LOOKED = (NOTHING, -1)
 
 
@@ -49,9 +48,9 @@ class Residency:
 
     def being_filled(self, executor: ExecutorState, sequence: Sequence, hits: int) -> Sequence | None:
         """The sequence that computes right now the first block that this one misses."""
-        if hits >= min(self._most_hits(executor, sequence), len(sequence.hashes)):
-            return None
-        return executor.filling.get(sequence.hashes[hits])
+        hashes = sequence.hashes
+        other = executor.filling.get(hashes[hits]) if hits < len(hashes) else None
+        return other if other is not None and hits < self._most_hits(executor, sequence) else None
 
     def has_blocks(self, executor: ExecutorState, sequence: Sequence, hits: Prefix, headroom: int) -> bool:
         """Are there as many available blocks as an admission takes (new ones, and hits that are evictable now), and
@@ -89,9 +88,8 @@ class Residency:
         cache.lookups += total
         executor.prefilling[slot] = sequence
         executor.step_age.admitted(sequence)
-        sequence.fills_to = found
         if self._cache_on and sequence.uses_cache:
-            self._fills(executor, sequence)
+            self._announce(executor, sequence, found)
         return slot
 
     # -- while there -------------------------------------------------------------------------------------------------
@@ -117,14 +115,14 @@ class Residency:
             if last and start == len(hashes):
                 extend_hashes(hashes, beyond[: 4 * size], size)
                 beyond = beyond[4 * size :] if executor.cache.needs_all(tip, hashes[start]) else b""
-            extend_hashes(hashes, beyond, size)
+            if beyond:
+                extend_hashes(hashes, beyond, size)
         blocks = executor.table.blocks[sequence.slot][start:full]
         digests = hashes[start:full]
         sequence.cache_tip = executor.cache.register(digests, tip, sequence.salt, content, blocks)
         sequence.cache_count = full
-        if start < sequence.fills_to:
-            self._filled(executor, sequence, start, full)
-            self._fills(executor, sequence)
+        if sequence.fills:
+            self._announce(executor, sequence, full)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
@@ -193,8 +191,8 @@ class Residency:
         executor.table.flush(slot)
         self.register(executor, sequence, last)
         executor.prefilling.pop(slot, None)
-        if sequence.fills_to > sequence.cache_count:
-            self._filled(executor, sequence, sequence.cache_count, sequence.fills_to)
+        if sequence.fills:
+            self._announce(executor, sequence, -1)
         self._charge_outputs(executor, sequence)
         executor.pool.release(executor.table.drop(slot))
         executor.released.append(slot)
@@ -204,27 +202,17 @@ class Residency:
         sequence.cache_count = 0
         sequence.numerics = executor.numerics
 
-    def _fills(self, executor: ExecutorState, sequence: Sequence) -> None:
-        """It computes the blocks that come next: `_LOOKAHEAD` of them at most, so that a long prompt costs no more."""
+    def _announce(self, executor: ExecutorState, sequence: Sequence, block: int) -> None:
+        """It computes this block next (-1: none any more). Who finds all the blocks before it misses this one first, so
+        the others that it will compute need no announcement."""
+        filling, before = executor.filling, sequence.fills
+        if before and filling.get(before) is sequence:
+            del filling[before]
+        sequence.fills = b""
         known = executor.table.admitted_length[sequence.slot] // executor.block_size
-        start, end = sequence.fills_to, min(known, sequence.cache_count + _LOOKAHEAD)
-        if start >= end:
-            return
-        filling, digests = executor.filling, sequence.hashes[start:end]
-        sequence.fills_to = end
-        if filling.keys().isdisjoint(digests):
-            filling.update(dict.fromkeys(digests, sequence))
-        else:
-            for digest in digests:
-                filling.setdefault(digest, sequence)
-
-    def _filled(self, executor: ExecutorState, sequence: Sequence, start: int, end: int) -> None:
-        """It computes these of its blocks no longer."""
-        filling = executor.filling
-        if filling:
-            for digest in sequence.hashes[start : min(end, sequence.fills_to)]:
-                if filling.get(digest) is sequence:
-                    del filling[digest]
+        if 0 <= block < min(known, len(sequence.hashes)):
+            sequence.fills = sequence.hashes[block]
+            filling.setdefault(sequence.fills, sequence)
 
     def _most_hits(self, executor: ExecutorState, sequence: Sequence) -> int:
         """How many blocks may be found: at least one token is left to compute, and every position whose logits score

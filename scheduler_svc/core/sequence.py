@@ -1,7 +1,7 @@
 """A stream (one request of one API worker) and its sequences (one a choice).
 
 ``prompt + outputs`` is all that a sequence is (DESIGN 4): wherever it runs next, it starts from these. While it is in
-a slot, the newest outputs still lie in the slot table's tail buffer (slots.py).
+a slot, the newest outputs still lie in the slot table (`recent` of slots.py).
 """
 
 from __future__ import annotations
@@ -74,11 +74,12 @@ class Sequence:
         "deaths",
         "enqueued",
         "executor",
-        "fills_to",
+        "fills",
         "found",
         "generation",
         "hashes",
         "ignore_eos",
+        "known",
         "left_since",
         "limit",
         "mark_at_death",
@@ -132,7 +133,8 @@ class Sequence:
         self.choice = choice
         self.prompt = prompt  # raw int32
         self.prompt_len = len(prompt) // 4
-        self.outputs = bytearray(outputs)  # raw int32; without what still lies in the slot's tail
+        self.outputs = bytearray(outputs)  # raw int32; without what still lies in the slot table
+        self.known = self.prompt_len + len(outputs) // 4  # tokens of prompt and `outputs`
         self.sampling = sampling
         # Prompt tokens before this position have had their logprobs delivered, or none are wanted of them. The first
         # choice of a stream answers for all.
@@ -161,7 +163,7 @@ class Sequence:
         self.uses_cache = bool(hashes)
         self.cache_tip: Place | None = None  # behind the last registered block on the present executor
         self.cache_count = 0  # blocks registered (or hit) on the present executor
-        self.fills_to = 0  # blocks before this one that are not findable count in the executor's `filling`
+        self.fills = b""  # under this hash it stands in the executor's `filling`
         self.cached_tokens = -1  # prompt tokens found at first admission; -1: never admitted
 
         self.state = State.WAITING
@@ -188,24 +190,24 @@ class Sequence:
         first = next(iter(self.stream.sequences.values()))
         return first is not self and first.owes_prompt_logprobs and first.state is not State.ENDED
 
-    @property
-    def known(self) -> int:
-        """Tokens of prompt and outputs, without the slot's tail."""
-        return self.prompt_len + len(self.outputs) // 4
+    def cut(self, outputs: int) -> None:
+        """Keep so many outputs."""
+        del self.outputs[4 * outputs :]
+        self.known = self.prompt_len + len(self.outputs) // 4
 
     @property
     def num_outputs(self) -> int:
-        """Committed outputs, the slot's tail included."""
+        """Committed outputs, those in the slot table included."""
         if self.state is State.RUNNING and self.executor is not None:
-            return int(self.executor.table.length[self.slot]) - self.prompt_len
+            return self.executor.table.length.item(self.slot) - self.prompt_len
         return len(self.outputs) // 4
 
     def tokens(self) -> bytes:
-        """Raw int32 of prompt and outputs (without the slot's tail)."""
+        """Raw int32 of prompt and outputs (without what lies in the slot table)."""
         return self.prompt + bytes(self.outputs) if self.outputs else self.prompt
 
     def tokens_between(self, start: int, end: int) -> bytes:
-        """Raw int32 of tokens start to end (without the slot's tail)."""
+        """Raw int32 of tokens start to end (without what lies in the slot table)."""
         prompt, split = self.prompt, len(self.prompt)
         start, end = 4 * start, 4 * end
         if end <= split:

@@ -11,8 +11,8 @@ plan is made, which may be ``depth`` steps earlier::
 ``bound`` is 0 unless the slot decodes; then a row may be planned while ``planned_length < bound``. So the steady step
 finds its rows with one comparison.
 
-The newest outputs of a slot lie in ``tail`` (token number p of the sequence at column (p + slot) % TAIL: slots that run
-in step wrap in different steps) and move to the Sequence when the buffer wraps, or when someone needs them.
+The newest outputs lie in ``recent``, a row for each of the last TAIL answered steps and a column for each slot (-1: it
+had no token). They move to the Sequence when someone needs them, and of each slot once in TAIL steps.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ import heapq
 import numpy as np
 
 from protos.wire import Int32
+from scheduler_svc.core.pipeline import Rows
 from scheduler_svc.core.sequence import Sequence
 
 TAIL = 256
+_GROUP = 16  # neighbours in `recent`: their columns share cache lines
 
 # phase
 FREE = 0
@@ -59,7 +61,10 @@ class SlotTable:
         self.num_with_stop_ids = 0
         self.num_ignore_eos = 0
         self.num_choices = 0  # slots whose choice is not 0
-        self.tail = np.zeros((max_slots, TAIL), dtype=np.int32)
+        # A row is cleared when its step comes. No row a power of two wide: a column would fall into one set of the cache.
+        self.recent = np.zeros((TAIL, max_slots // 32 * 32 + 48), dtype=np.int32)
+        self.clock = 0  # steps in `recent`, ever
+        self.moved = [0] * max_slots  # the clock, when the slot's tokens were last moved to its sequence
         self.sequences: list[Sequence | None] = [None] * max_slots
         self.blocks: list[list[int]] = [[] for _ in range(max_slots)]
         self.used = 0
@@ -72,7 +77,7 @@ class SlotTable:
         return self.max_slots - self.used
 
     def take(self, sequence: Sequence, blocks: list[int], computed: int, block_size: int) -> int:
-        """Put a sequence into a free slot, with its generation one higher. Its tail must be empty."""
+        """Put a sequence into a free slot, with its generation one higher."""
         if self._free:
             slot = heapq.heappop(self._free)
         else:
@@ -105,6 +110,7 @@ class SlotTable:
         self.num_ignore_eos += sequence.ignore_eos
         self.num_choices += sequence.choice != 0
         self.sequences[slot] = sequence
+        self.moved[slot] = self.clock
         self.blocks[slot] = blocks
         sequence.slot = slot
         sequence.generation = generation
@@ -126,18 +132,44 @@ class SlotTable:
             bound = min(bound, sequence.prompt_len + sequence.seen + text_run_ahead)
         self.bound[slot] = bound
 
+    def append(self, slots: Rows, tokens: Int32) -> Int32:
+        """An answered step: one token more for each of these slots. Returns their lengths."""
+        clock = self.clock
+        row = self.recent[clock % TAIL, : self.high]
+        row.fill(-1)
+        row[slots] = tokens
+        self.clock = clock = clock + 1
+        length = self.length.take(slots)
+        length += 1
+        self.length[slots] = length
+        if clock % _GROUP == 0:  # those whose turn it is, before `recent` wraps over what they have there
+            for start in range(clock % TAIL, self.high, TAIL):
+                for slot in range(start, min(start + _GROUP, self.high)):
+                    if self.sequences[slot] is not None:
+                        self.flush(slot)
+        return length
+
     def flush(self, slot: int) -> None:
-        """Move the slot's tail into its sequence."""
+        """Move the slot's recent tokens into its sequence."""
         sequence = self.sequences[slot]
         assert sequence is not None
-        start, end = sequence.known, self.length.item(slot)
-        if start < end:
-            # A flush happens at every wrap, so [start, end) never crosses one.
-            first = (start + slot) % TAIL
-            sequence.outputs += self.tail[slot, first : first + end - start].astype("<i4", copy=False).tobytes()
+        start, end = self.moved[slot], self.clock
+        self.moved[slot] = end
+        count = self.length.item(slot) - sequence.known
+        if count == 0:
+            return
+        first, last = start % TAIL, end % TAIL
+        if first < last:
+            column = self.recent[first:last, slot]
+        else:
+            column = np.concatenate([self.recent[first:, slot], self.recent[:last, slot]])
+        if len(column) != count:
+            column = column[column >= 0]
+        sequence.outputs += column.astype("<i4", copy=False).tobytes()
+        sequence.known += count
 
     def drop(self, slot: int) -> list[int]:
-        """Empty a slot (its tail flushed before by who still needs it). Returns the blocks that it held."""
+        """Empty a slot (flushed before by who still needs its tokens). Returns the blocks that it held."""
         sequence = self.sequences[slot]
         assert sequence is not None
         blocks = self.blocks[slot]

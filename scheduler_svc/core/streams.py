@@ -44,7 +44,8 @@ class Streams:
         if sequence.state is State.ENDED:
             raise RuntimeError("a choice cannot end twice")
         self._residency.detach(sequence)
-        del sequence.outputs[4 * outputs :]  # those past a stop string: nobody pays for them
+        if 4 * outputs < len(sequence.outputs):
+            sequence.cut(outputs)  # those past a stop string: nobody pays for them
         stream = sequence.stream
         self.finished += 1
         cached = max(sequence.cached_tokens, 0)

@@ -277,8 +277,8 @@ def a_token_is_filed_under_another_position(patch: Patch) -> None:
     true = SlotTable.flush
 
     def flush(self: SlotTable, slot: int) -> None:
-        self.tail[slot] += 1
+        self.recent[:, slot] += 1
         true(self, slot)
-        self.tail[slot] -= 1
+        self.recent[:, slot] -= 1
 
     patch.setattr(SlotTable, "flush", flush)

@@ -65,7 +65,7 @@ class FrontDesk:
             return
         match message:
             case front.Credit():
-                worker.credit(message)
+                worker.credit(message, now)
             case front.Seen():
                 self._seen(worker, message)
             case front.Stop():

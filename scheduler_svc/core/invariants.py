@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
-from scheduler_svc.core.policy import unanswered_of
+from scheduler_svc.core.policy import Room, unanswered_of
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.slots import DECODE, FREE, PREFILL
 
@@ -30,7 +30,10 @@ def check_progress(core: Core) -> list[str]:
     """Whenever nothing runs and something can, the next plan is not empty. To be asked after `Core.advance`."""
     problems = []
     fleet = list(core.fleet.sessions.values())
-    room = {w.index: w.room - unanswered_of(w.index, fleet) for w in core.workers.by_peer.values()}
+    room = {}
+    for w in core.workers.by_peer.values():
+        unanswered = unanswered_of(w.index, fleet)
+        room[w.index] = Room(first=w.room_for_first - unanswered, again=w.room - unanswered)
     for entry in core.fleet.models.values():
         if any(executor.inflight for executor in entry.executors):
             continue
@@ -41,10 +44,10 @@ def check_progress(core: Core) -> list[str]:
             for sequence in executor.residents():
                 ready = table.phase[sequence.slot] == PREFILL
                 ready |= table.planned_length[sequence.slot] < table.bound[sequence.slot]
-                if ready and room[sequence.stream.worker.index] > 0:
+                if ready and room[sequence.stream.worker.index].left(sequence) > 0:
                     problems.append(f"executor {executor.name} is idle, {sequence.stream.request_id} could run there")
             for sequence in entry.queue:
-                if room[sequence.stream.worker.index] <= 0 or not core.planner.may_start(sequence):
+                if room[sequence.stream.worker.index].left(sequence) <= 0 or not core.planner.may_start(sequence):
                     continue
                 if core.routing.may_admit(executor, sequence):
                     problems.append(f"executor {executor.name} is idle, {sequence.stream.request_id} could start there")

@@ -54,7 +54,7 @@ class Draft:
         self.prefill: list[tuple[int, int, int]] = []  # (slot, generation, count)
         self.sampled: list[int] = []  # prefill slots whose last known token runs: they sample
         self.logprob_values = _LOGPROB_VALUES
-        self.credit: dict[int, int] = {}  # worker index -> tokens left (absent: plenty)
+        self.credit: dict[int, policy.Room] = {}  # by worker index (absent: plenty)
 
 
 class Planner:
@@ -157,19 +157,18 @@ class Planner:
         count = min(left, draft.budget)
         if self._config.max_prefill_chunk:
             count = min(count, self._config.max_prefill_chunk)
-        worker = sequence.stream.worker.index
-        credit = draft.credit.get(worker)
+        credit = draft.credit.get(sequence.stream.worker.index)
         if sequence.owes_prompt_logprobs:
             values = sequence.sampling.prompt_logprobs + 4  # and the token's own, with what they are packed in
             count = min(count, draft.logprob_values // values)
-            if count == 0 or (credit is not None and credit <= 0):
+            if count == 0 or (credit is not None and credit.left(sequence) <= 0):
                 return
             draft.logprob_values -= count * values
         if count == left:
             if credit is not None:
-                if credit <= 0:
+                if credit.left(sequence) <= 0:
                     return
-                draft.credit[worker] = credit - 1
+                credit.take()
             draft.sampled.append(slot)
             table.start_decoding(slot, self._config.text_run_ahead)
             del executor.prefilling[slot]
@@ -182,7 +181,7 @@ class Planner:
         if alone is None and not len(executor.model.queue):
             return
         full = executor.table.free == 0 or executor.pool.available == 0
-        if full and alone is None and not self._idle(executor, draft, self._may_run(executor, draft)):
+        if full and alone is None and not self._idle(executor, draft, self._may_run(executor, draft, now)):
             return  # the common case under load, for nothing
         left_to: Counter[bytes] = Counter()
         others = [other for other in executor.model.ready if other is not executor]
@@ -194,7 +193,7 @@ class Planner:
             if not self._routing.may_admit(executor, sequence):
                 sequence.waits_for = "an executor that can hold and continue it"
                 continue
-            if draft.credit and draft.credit.get(worker, 1) <= 0:
+            if draft.credit and worker in draft.credit and draft.credit[worker].left(sequence) <= 0:
                 sequence.waits_for = "credit of its API worker"
                 continue
             if sequence.stops_on_text and self._ran_ahead(sequence):
@@ -210,7 +209,7 @@ class Planner:
                     return  # nothing more is planned until these are answered
                 alone = sequence
             hits = self._residency.lookup(executor, sequence)
-            if alone is None and self._awaits_prefix(executor, sequence, hits.count, now):
+            if executor.filling and alone is None and self._awaits_prefix(executor, sequence, hits.count, now):
                 continue
             if others and alone is None:
                 elsewhere = self._routing.better_place(executor, others, sequence, hits, left_to, now)
@@ -255,7 +254,7 @@ class Planner:
                 sequence.waits_for = "KV that those which run may come to need"
             else:
                 sequence.waits_for = "blocks" if table.free else "a slot"
-            runnable = self._may_run(executor, draft)
+            runnable = self._may_run(executor, draft, now)
             if alone:
                 spare = {slot for slot, _, _ in draft.prefill} | set(draft.decode.tolist())
                 candidates = [s for s in executor.residents() if s.slot not in spare]
@@ -267,12 +266,14 @@ class Planner:
             self._residency.preempt(executor, victim, now)
             hits = self._residency.lookup(executor, sequence)
 
-    def _may_run(self, executor: ExecutorState, draft: Draft) -> npt.NDArray[np.bool_]:
-        """[max_slots] which slots could have rows now, as far as their workers are concerned."""
+    def _may_run(self, executor: ExecutorState, draft: Draft, now: float) -> npt.NDArray[np.bool_]:
+        """[max_slots] which slots could have rows now, as far as their workers are concerned, or soon: those of a
+        worker that is only behind will, so they keep their slots while anything moves here."""
         table = executor.table
         runnable = (table.planned_length < table.bound) | (table.phase == PREFILL)
+        moves = bool(len(draft.decode) or draft.prefill or executor.inflight)
         for index, left in draft.credit.items():
-            if left <= 0:
+            if left.again <= 0 and not (moves and left.first > 0 and not self._workers.stands_still(index, now)):
                 runnable &= table.worker != index
         runnable[draft.decode] = True
         return runnable
@@ -305,7 +306,8 @@ class Planner:
         here = sequence.state is State.RUNNING and sequence.executor is executor
         worker = sequence.stream.worker
         # It awaits its worker (or answers that take its credit): others need not.
-        stuck = worker.room <= policy.unanswered_of(worker.index, fleet) or self._ran_ahead(sequence)
+        room = worker.room if sequence.num_outputs else worker.room_for_first
+        stuck = room <= policy.unanswered_of(worker.index, fleet) or self._ran_ahead(sequence)
         if not (waiting or here) or not self._suspects.must_run_alone(sequence) or (waiting and stuck):
             executor.isolated = None
             return None

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -38,16 +39,31 @@ def rotate(executor: ExecutorState, rows: Rows, room: int) -> Rows:
     return np.sort(picked)
 
 
+@dataclass(slots=True)
+class Room:
+    """Tokens that a worker near its allowance may be sent beyond the rows that decode."""
+
+    first: int  # of choices that have had none
+    again: int  # of others
+
+    def left(self, sequence: Sequence) -> int:
+        return self.again if sequence.num_outputs else self.first
+
+    def take(self) -> None:
+        self.first -= 1
+        self.again -= 1
+
+
 def within_credit(
     executor: ExecutorState, rows: Rows, workers: Workers, executors: list[ExecutorState]
-) -> tuple[Rows, dict[int, int]]:
+) -> tuple[Rows, dict[int, Room]]:
     """Decode rows whose worker has credit for one more token each, and what is left for prefill rows.
 
-    The second value maps a worker's index to the first tokens that it may still be sent beyond these rows; a worker
-    that is not in it has plenty. Only workers near their allowance cost anything here.
+    The second value is by the worker's index; a worker that is not in it has plenty. Only workers near their allowance
+    cost anything here.
     """
     unanswered = sum(e.inflight_rows for e in executors)
-    left: dict[int, int] = {}
+    left: dict[int, Room] = {}
     most = unanswered + executor.table.max_slots  # no plan samples more rows than there are slots
     tight = [
         worker
@@ -66,7 +82,8 @@ def within_credit(
             # Take turns, or the low slots would eat all the credit.
             allowed = rotate(executor, rows[mine], room)
             keep[mine] = np.isin(rows[mine], allowed)
-        left[worker.index] = max(0, worker.room_for_first - unanswered - min(len(mine), room))
+        taken = unanswered + min(len(mine), room)
+        left[worker.index] = Room(max(0, worker.room_for_first - taken), max(0, worker.room - taken))
     return rows[keep], left
 
 

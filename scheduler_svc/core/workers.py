@@ -12,6 +12,8 @@ from protos import front
 from scheduler_svc.core.outbox import WORKER, Destination, Outbox
 from scheduler_svc.core.sequence import Stream
 
+_PATIENCE = 1.0  # seconds
+
 
 class WorkerState:
     def __init__(self, peer: bytes, attach: front.Attach, index: int) -> None:
@@ -20,12 +22,14 @@ class WorkerState:
         self.incarnation = attach.incarnation
         self.window = attach.window
         self.allowance = attach.window
+        self.heard_of = 0.0  # when its last credit came
         self.index = index  # into the slot tables' `worker` column
         self.sent = 0  # tokens, since Attach
         self.credited = 0
         self.streams: dict[int, Stream] = {}
 
-    def credit(self, message: front.Credit) -> None:
+    def credit(self, message: front.Credit, now: float) -> None:
+        self.heard_of = now
         self.credited = max(self.credited, min(message.tokens, self.sent))
         if message.allowance:
             self.allowance = min(message.allowance, self.window)
@@ -54,6 +58,11 @@ class Workers:
     @property
     def full(self) -> bool:
         return len(self.by_peer) >= self._max_workers
+
+    def stands_still(self, index: int, now: float) -> bool:
+        """It gave no credit for a while."""
+        worker = self.by_index[index]
+        return worker is None or now - worker.heard_of > _PATIENCE
 
     def add(self, peer: bytes, attach: front.Attach) -> WorkerState:
         if None in self.by_index:

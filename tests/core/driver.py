@@ -38,6 +38,7 @@ class Driver:
             self.homes.append(executor)
             self.world.add_executor(executor)
         self.workers = [self.world.add_worker("w0", 100000), self.world.add_worker("w1", 24, auto_credit=False)]
+        self.workers[1].allowance = 12
         self.prefixes = [[self.draw.randrange(1, 500) for _ in range(20)] for _ in range(3)]
         self.done: Counter[str] = Counter()  # events by kind
         self.old_results: list[tuple[bytes, step.StepResult]] = []

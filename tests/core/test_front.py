@@ -248,6 +248,56 @@ def test_rows_without_credit_give_way_when_others_need_the_slots() -> None:
     assert all(len(slow.outputs[(number, 0)]) == 20 for number in slow.submits)
 
 
+def test_past_the_allowance_only_first_tokens_come() -> None:
+    world, _ = simple_world(limits=step.Limits(200, 4, 16, 64))
+    slow = world.add_worker("slow", window=30, auto_credit=False)
+    slow.send(front.Credit(0, 8))
+    running = [slow.submit([i + 1], 20, ignore_eos=True) for i in range(2)]
+    (session,) = world.executors
+    for _ in range(20):
+        world.run(session)
+    assert slow.received == 8
+    new = [slow.submit([i + 11], 20, ignore_eos=True) for i in range(3)]
+    for _ in range(20):
+        world.run(session)
+    assert [len(slow.outputs[(number, 0)]) for number in new] == [1, 1, 1]
+    assert slow.received == 11
+    slow.allowance = 1000  # no more than the window
+    slow.give_credit()
+    for _ in range(60):
+        world.run(session)
+    assert slow.received == 11 + 30
+    slow.auto_credit = True
+    slow.give_credit()
+    world.run_all()
+    assert all(len(slow.outputs[(number, 0)]) == 20 for number in (*running, *new))
+
+
+def test_rows_past_the_allowance_give_way_only_when_their_worker_stands_still() -> None:
+    world, worker = simple_world(limits=step.Limits(200, 4, 2, 64))
+    slow = world.add_worker("slow", window=100, auto_credit=False)
+    slow.send(front.Credit(0, 4))
+    held = slow.submit([1], 20, ignore_eos=True)
+    (session,) = world.executors
+    for _ in range(10):
+        world.run(session)
+    assert slow.received == 4
+    numbers = [worker.submit([i + 1], 20, ignore_eos=True) for i in range(2)]
+    for _ in range(10):
+        world.run(session)
+    assert world.core.residency.preemptions == 0
+    assert not worker.outputs[(numbers[1], 0)]
+    world.now += 2.0
+    for _ in range(10):
+        world.run(session)
+    assert world.core.residency.preemptions == 1
+    assert worker.outputs[(numbers[1], 0)]
+    slow.auto_credit = True
+    slow.give_credit()
+    world.run_all()
+    assert len(slow.outputs[(held, 0)]) == 20
+
+
 # -- workers -----------------------------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,7 @@ class SimWorker:
         self.name = peer.decode()
         self.window = window
         self.auto_credit = auto_credit
+        self.allowance = 0  # told with every Credit; 0: the window
         self.received = 0
         self.credited = 0
         self.next_stream = 1
@@ -141,7 +142,7 @@ class SimWorker:
     def give_credit(self) -> None:
         if self.received > self.credited:
             self.credited = self.received
-            self.send(front.Credit(self.received))
+            self.send(front.Credit(self.received, self.allowance))
 
     @property
     def open(self) -> list[int]:

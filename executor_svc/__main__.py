@@ -122,6 +122,7 @@ def load(config: ExecutorConfig) -> tuple[Model, dict[str, bytes]]:
         attention=config.attention,
         progress=progress_bar() if sys.stderr.isatty() else None,
         name=config.name,
+        context_length=config.context_length,
     )
     return loaded.model, loaded.assets
 

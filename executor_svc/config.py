@@ -26,6 +26,7 @@ class ExecutorConfig:
     weights: str
     attention: str | None
     threads: int | None
+    context_length: int | None  # tokens, all that the model is for if None
     kv_memory: int | None  # bytes
     kv_blocks: int | None
     block_size: int  # tokens
@@ -70,6 +71,13 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     add("--weights", choices=("float16", "float32"), default="float16", help="how weights are kept on the CPU")
     add("--attention", choices=("numba", "torch"), help="CPU attention (default: numba where it is installed)")
     add("--threads", type=_bounded(1, 4096), help="CPU threads (default: all cores)")
+    add(
+        "--context-length",
+        type=_bounded(1, 2**31 - 1),
+        metavar="TOKENS",
+        help="longest sequence served, prompt and output (default: what the model is for); models whose rope has "
+        "factors for short and long contexts take the short ones up to the original context",
+    )
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE", help="memory of the KV cache, as 1GiB")
     memory.add_argument("--kv-blocks", type=_bounded(1, 2**26), metavar="N", help="blocks of the KV cache")
@@ -118,6 +126,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         weights=args.weights,
         attention=args.attention,
         threads=args.threads,
+        context_length=args.context_length,
         kv_memory=args.kv_memory,
         kv_blocks=args.kv_blocks,
         block_size=args.block_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
@@ -15,14 +16,16 @@ import torch
 from executor_svc.backends.cpu.build import CpuBuilder, make_builder
 from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
+from executor_svc.models.hf_families import ARCHITECTURES
 from executor_svc.models.parameters import EMBEDDING, FINAL_NORM, HEAD, layer_shapes, parameter_shapes
 from executor_svc.models.rope import rope_table
 from executor_svc.weights.checkpoint import Checkpoint, open_checkpoint
+from executor_svc.weights.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]  # (tensors read, tensors in all)
-_ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+MAX_CONTEXT = 1 << 22  # tokens that are served unasked: the rope table has a row for each
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 
@@ -43,19 +46,21 @@ def load_model(
     attention: str | None = None,
     progress: Progress | None = None,
     name: str | None = None,
+    context_length: int | None = None,
 ) -> LoadedModel:
     """Open ``path`` (a Hugging Face folder or a .gguf file) and make it ready to run.
 
     ``weights``: ``float16`` (packed, arithmetic in float32) or ``float32``. ``threads``: CPU threads, all cores if
     None. ``attention``: ``numba``, ``torch``, or None for numba where it is installed. ``name``: how the model is
-    announced, the file's or folder's name if None. Raises ``CheckpointError`` for a checkpoint that cannot be served
+    announced, the file's or folder's name if None. ``context_length``: tokens to serve, all that the model is for if
+    None. Raises ``CheckpointError`` for a checkpoint that cannot be served
     correctly and ``ValueError`` for an unknown option.
     """
     if device != "cpu":
         raise ValueError(f"device {device!r}: only 'cpu' is implemented")
     path = Path(path)
     checkpoint = open_checkpoint(path)
-    config = checkpoint.config
+    config = _served(checkpoint.config, context_length)
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
     rope = rope_table(config.rope, config.head_dim, config.context_length)
@@ -67,7 +72,7 @@ def load_model(
     numerics = builder.numerics()
     facts = ModelFacts(
         name=name or (path.stem if path.suffix == ".gguf" else path.resolve().name),
-        architecture=_ARCHITECTURES[config.family],
+        architecture=ARCHITECTURES[config.family],
         vocab_size=config.vocab_size,
         context_length=config.context_length,
         num_layers=config.num_layers,
@@ -78,6 +83,20 @@ def load_model(
     )
     log.info("%s: %s; %s", facts.name, facts.fingerprint[:12], numerics)
     return LoadedModel(builder.build(facts), checkpoint.assets, config)
+
+
+def _served(config: ModelConfig, context_length: int | None) -> ModelConfig:
+    """With the context that is served: rope types that have factors for short and long contexts choose by it."""
+    if context_length is None:
+        if config.context_length > MAX_CONTEXT:
+            raise CheckpointError(
+                f"config: a context of {config.context_length} tokens; beyond {MAX_CONTEXT}, say which with "
+                "--context-length"
+            )
+        return config
+    if not 1 <= context_length <= config.context_length:
+        raise ValueError(f"context length {context_length}: the model is for 1 to {config.context_length} tokens")
+    return dataclasses.replace(config, context_length=context_length)
 
 
 def _fill(builder: CpuBuilder, checkpoint: Checkpoint, progress: Progress | None) -> None:

@@ -1,4 +1,5 @@
-"""A tiny random Llama checkpoint folder, for any test that needs a whole model (weights, tokenizer, template).
+"""A tiny random checkpoint folder, of Llama or another family, for any test that needs a whole model: weights,
+tokenizer, template.
 
 >>> folder = make_tiny_llama(tmp_path / "tiny")          # ~0.2 s, a few hundred KB
 """
@@ -51,7 +52,13 @@ def make_tiny_llama(path: str | Path, seed: int = 0, **overrides: Any) -> Path:
     head; ids 0 ``<|endoftext|>``, 1 ``<|im_start|>`` (bos), 2 ``<|im_end|>`` (eos). ``overrides`` are
     ``transformers.LlamaConfig`` arguments. The same seed and overrides give the same weights.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return make_tiny_model("Llama", path, seed, **overrides)
+
+
+def make_tiny_model(kind: str, path: str | Path, seed: int = 0, **overrides: Any) -> Path:
+    """The same of any family: ``kind`` as in the names of its classes in ``transformers`` (``Gemma3`` has a text
+    config of its own); ``overrides`` are arguments of its config."""
+    import transformers
 
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,21 +78,23 @@ def make_tiny_llama(path: str | Path, seed: int = 0, **overrides: Any) -> Path:
         "pad_token_id": 2,
         "initializer_range": 0.15,  # large enough that greedy text of random weights varies
     } | overrides
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**settings)
+    mean = 0.0 if kind.startswith("Gemma") else 1.0
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**settings)).float()
+        model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "norm" in name:  # a norm of all ones would hide a forgotten weight
-                    parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+                    parameter.copy_(mean + 0.2 * torch.randn_like(parameter))
+                elif name.endswith("bias"):
+                    parameter.copy_(0.3 * torch.randn_like(parameter))
     model.generation_config.eos_token_id = [settings["eos_token_id"]]
     model.save_pretrained(folder, safe_serialization=True)
     make_tokenizer(settings["vocab_size"]).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS, "add_bos_token": False}
-        )
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BOS, "eos_token": EOS})
     )
     (folder / "generation_config.json").write_text(
         json.dumps({"bos_token_id": settings["bos_token_id"], "eos_token_id": [settings["eos_token_id"]]})

@@ -88,10 +88,10 @@ def _value(args: argparse.Namespace, flag: str) -> str | bool | None:
     return value
 
 
-def core_command(args: argparse.Namespace, front: str, rest: Sequence[str]) -> list[str]:
+def core_command(args: argparse.Namespace, front: str, rest: Sequence[str], ledger: int) -> list[str]:
     return [
         *(sys.executable, "-m", "scheduler_svc.core"),
-        *("--listen", args.executors, "--front", front),
+        *("--listen", args.executors, "--front", front, "--ledger-fd", str(ledger)),
         *("--log-level", args.log_level, "--log-format", args.log_format),
         *rest,
     ]
@@ -174,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(os.fsencode(path)) > MAX_SOCKET_PATH:
                 raise ValueError(f"--run-dir {folder}: its path is too long for a socket")
             front = f"ipc://{path}"
-            core = Child("core", core_command(args, front, rest))
+            ledger = os.memfd_create("core-ledger")  # closed with this process
+            core = Child("core", core_command(args, front, rest, ledger), descriptors=(ledger,))
             workers = [
                 Child(f"api-{i}", worker_command(args, front, i), watch=Watch()) for i in range(args.api_workers)
             ]

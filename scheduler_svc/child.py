@@ -68,10 +68,16 @@ class Child:
     """`command` is started at once and again whenever it ends, until ``stop`` was called.
 
     With a ``watch`` it gets ``--pulse-fd N``, and is killed, and so started again, when it has no pulse.
+    ``descriptors`` are open in every one of its processes.
     """
 
     def __init__(
-        self, name: str, command: Sequence[str], backoff: Backoff | None = None, watch: Watch | None = None
+        self,
+        name: str,
+        command: Sequence[str],
+        backoff: Backoff | None = None,
+        watch: Watch | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.starts = 0
@@ -80,6 +86,7 @@ class Child:
         self._command = list(command)
         self._backoff = backoff or Backoff()
         self._watch = watch
+        self._descriptors = tuple(descriptors)
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self.running = asyncio.Event()  # a process is there ...
@@ -121,7 +128,7 @@ class Child:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
                 *(["--pulse-fd", str(pulse.write)] if pulse is not None else []),
-                pass_fds=(pulse.write,) if pulse is not None else (),
+                pass_fds=self._descriptors + ((pulse.write,) if pulse is not None else ()),
                 stdin=asyncio.subprocess.DEVNULL,
                 # A group of its own: Ctrl-C reaches the supervisor alone, which then stops its children in order.
                 process_group=0,

@@ -14,6 +14,7 @@ from scheduler_svc import logs
 from scheduler_svc.core import garbage
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
+from scheduler_svc.core.crash_ledger import LedgerFile
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
 from scheduler_svc.core.recording import RecordingCore
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         "--record", type=Path, metavar="FILE", help="keep every message with its time, prompts among them (replay.py)"
     )
     logs.add_arguments(result)
+    result.add_argument("--ledger-fd", type=int, metavar="N", help="set by the supervisor: what cores leave each other")
     result.add_argument("--inject", default="", metavar="FAULTS", help="tests only: KIND@PLAN,... (fault_injection.py)")
     defaults = CoreConfig()
     for option, (field, meaning) in _OPTIONS.items():
@@ -89,7 +91,8 @@ def main(arguments: list[str] | None = None) -> int:
             if options.record
             else Core(config, clock(), limits=limits)
         )
-        shell = Shell(core, options.listen, options.front, secret, injector, file)
+        ledger = LedgerFile(options.ledger_fd) if options.ledger_fd is not None else None
+        shell = Shell(core, options.listen, options.front, secret, injector, file, ledger)
     except (ValueError, OSError, zmq.ZMQError) as error:
         print(f"scheduler core: {error}", file=sys.stderr)
         return 2

@@ -22,9 +22,11 @@ from protos.wire import MAX_FRAME_BYTES, WireError
 from scheduler_svc import link_security
 from scheduler_svc.core import garbage
 from scheduler_svc.core.core import Core
+from scheduler_svc.core.crash_ledger import LedgerFile
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.outbox import EXECUTOR, WORKER, Destination, Message
 from scheduler_svc.core.tenants import LimitsFile
+from scheduler_svc.core.trials import Trials
 from scheduler_svc.reloaded import INTERVAL, Reloaded
 
 _FRAMES_A_TURN = 512  # from each socket, so that neither starves the other or the plans
@@ -44,12 +46,14 @@ class Shell:
         secret: bytes | None,
         injector: FaultInjector | None,
         limits: Reloaded[LimitsFile] | None = None,
+        ledger: LedgerFile | None = None,
     ) -> None:
         link_security.require_secure(listen, secret)
         self.core = core
         self._injector = injector
         self._limits = limits
         self._limits_seen = 0.0
+        self._ledger = ledger
         self._context = zmq.Context()
         self._executors = self._router()
         self._guard = link_security.apply_server(self._context, self._executors, secret) if secret else None
@@ -90,6 +94,8 @@ class Shell:
             poller.register(monitor, zmq.POLLIN)
         core = self.core
         turned = clock()
+        trials = Trials(core, self._ledger, self._answer, turned) if self._ledger is not None else None
+        on_front = core.on_front if trials is None else trials.on_front
         while not self._stopping:
             deadline = core.next_deadline()
             wait = _LONGEST_WAIT if deadline is None else min(max(deadline - clock(), 0.0), _LONGEST_WAIT)
@@ -101,7 +107,7 @@ class Shell:
             if self._executors in ready:
                 self._receive(self._executors, self._decode_step, core.on_executor, now)
             if self._workers in ready:
-                self._receive(self._workers, self._decode_front, core.on_front, now)
+                self._receive(self._workers, self._decode_front, on_front, now)
             for kind, monitor in self._monitors.items():
                 if monitor in ready:
                     self._count_endings(kind, monitor, now)
@@ -109,9 +115,13 @@ class Shell:
             if deadline is not None and deadline <= now:
                 core.on_tick(now)
             self._look_at_limits(now)
+            if trials is not None:
+                trials.turn(now)
             core.advance(now)
             self._send_all(clock)
             garbage.collect_if_worth(quiet=not ready)
+        if trials is not None:
+            trials.stopped()
 
     def close(self) -> None:
         for router in (self._executors, self._workers):
@@ -125,6 +135,10 @@ class Shell:
         self._context.term()
         self._wake_reader.close()
         self._wake_writer.close()
+
+    def _answer(self, peer: bytes, message: front.Failed) -> None:
+        """Beside the core. A worker that is gone needs none."""
+        self._send(Destination(WORKER, peer), message)
 
     def _look_at_limits(self, now: float) -> None:
         if self._limits is not None and now - self._limits_seen >= INTERVAL:

@@ -57,10 +57,11 @@ class Cluster:
 
     # ---- processes
 
-    def start_scheduler(self, *flags: str, api_workers: int = 1) -> Process:
-        """Starts ``python -m scheduler_svc`` with ``flags``; returns when it serves gRPC (not: when it has a model)."""
+    def start_scheduler(self, *flags: str, api_workers: int = 1, module: str = "scheduler_svc") -> Process:
+        """Starts ``python -m scheduler_svc`` with ``flags``; returns when it serves gRPC (not: when it has a model).
+        ``module``: one that behaves like it."""
         assert self.scheduler is None or not self.scheduler.alive
-        args = ["-m", "scheduler_svc", "--listen", self.address, "--executors", self.link]
+        args = ["-m", module, "--listen", self.address, "--executors", self.link]
         args += ["--run-dir", str(self.run_dir), "--api-workers", str(api_workers), "--leave-grace", "0", *flags]
         self.scheduler = Process("scheduler", args, self.folder / "scheduler.log")
         self._wait_door(self.scheduler)

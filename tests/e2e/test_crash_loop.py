@@ -10,10 +10,15 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
 
 from tests.e2e.harness import Cluster, HealthWatch
+from tests.e2e.planted_scheduler import CRASH, LATER
 from tests.e2e.process import TIMEOUT, bounded, gone
-from tests.e2e.streams import GREEDY, Answer, generate, random_prompt, request
+from tests.e2e.streams import GREEDY, Answer, generate, one, random_prompt, request
 from tests.e2e.verify import settled
 
 OUTPUT = 400
@@ -48,6 +53,37 @@ def test_its_port_is_taken(restartable: Cluster) -> None:
         health.wait_for("SERVING")
         assert [answer.ids for answer in running.result()] == expected
     settled(restartable)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    ("token", "mates"),
+    [(CRASH, 12), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((CRASH, 0), (LATER, 0), (LATER, 12)))],
+)
+def test_a_request_that_crashes_every_core(tiny: Path, tmp_path: Path, token: int, mates: int) -> None:
+    """It alone ends, whichever of two API workers submits it; what runs beside it goes on."""
+    prompts = [random_prompt(10 + i, seed=i) for i in range(mates)]
+    good = [request(prompt, OUTPUT, **GREEDY) for prompt in prompts]
+    bad = request([token, 5, 6], 40, **GREEDY)
+    with Cluster(tmp_path) as cluster, ThreadPoolExecutor(2) as pool:
+        cluster.start_executor("e", tiny)
+        cluster.start_scheduler("--core-down-limit", "60", api_workers=2, module="tests.e2e.planted_scheduler")
+        cluster.wait_ready()
+        expected = [answer.ids for answer in generate(cluster.address, good)]
+        began = threading.Event()
+        running = pool.submit(generate, cluster.address, good, lambda i, answer: began.set())
+        assert not mates or began.wait(TIMEOUT)
+        with pytest.raises(ExceptionGroup) as failure:
+            one(cluster.address, bad)
+        error = failure.value.exceptions[0]
+        assert isinstance(error, grpc.aio.AioRpcError)
+        assert error.code() == grpc.StatusCode.INTERNAL
+        assert "died 2 times when it ran this request alone" in (error.details() or "")
+        assert [answer.ids for answer in running.result()] == expected
+        assert cluster.scheduler is not None
+        ends = ENDED.findall(cluster.scheduler.text())
+        assert 4 <= len(ends) <= 8, ends  # three of all together, one of its group, two alone
+        settled(cluster)
 
 
 class taken_port:

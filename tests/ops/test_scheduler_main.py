@@ -53,10 +53,10 @@ def test_flags_go_where_they_belong() -> None:
         ["--depth", "3", "--listen", "127.0.0.1:1", "--api-workers", "2", "--metrics", "127.0.0.1:9000",
          "--drain-limit", "7", "--no-reflection", "--log-format", "json", "--executors", "tcp://127.0.0.1:2"]
     )  # fmt: skip
-    core = service.core_command(args, "ipc:///f", rest)
+    core = service.core_command(args, "ipc:///f", rest, 9)
     assert core[1:] == [
         "-m", "scheduler_svc.core", "--listen", "tcp://127.0.0.1:2", "--front", "ipc:///f",
-        "--log-level", "info", "--log-format", "json", "--depth", "3",
+        "--ledger-fd", "9", "--log-level", "info", "--log-format", "json", "--depth", "3",
     ]  # fmt: skip
     worker = api.parser().parse_args(service.worker_command(args, "ipc:///f", 1)[3:])
     assert (worker.worker_name, worker.listen, worker.reuse_port) == ("api-1", "127.0.0.1:1", True)

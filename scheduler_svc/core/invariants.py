@@ -66,7 +66,8 @@ def _blocks(executor: ExecutorState) -> list[str]:
         wrong = np.flatnonzero(held != pool.refs)[:5].tolist()
         problems.append(f"reference counts of blocks {wrong} differ from the slots' blocks")
     owned, cached, free = held > 0, np.zeros(pool.total, dtype=bool), np.zeros(pool.total, dtype=bool)
-    cached[list(pool.lru)] = True
+    lru = list(pool.lru())
+    cached[lru] = True
     ids = pool.free_ids()
     free[ids] = True
     if np.count_nonzero(owned) != pool.owned:
@@ -75,16 +76,15 @@ def _blocks(executor: ExecutorState) -> list[str]:
         problems.append("a block is free twice")
     if (owned & cached).any() or (owned & free).any() or (cached & free).any():
         problems.append("a block is in two states")
-    if set(np.flatnonzero(pool.findable).tolist()) != set(cache.by_block):
-        problems.append("the findable flags differ from the prefix cache")
-    if not set(pool.lru) <= set(cache.by_block):
+    if len(lru) != pool.cached or len(set(lru)) != len(lru):
+        problems.append(f"cached is {pool.cached}, {len(lru)} blocks are in line for eviction")
+    if not pool.findable[lru].all():
         problems.append("a cached block cannot be found")
-    if {id(run) for run in cache.by_hash.values()} != {id(run) for run in cache.by_block.values()}:
+    runs = list(cache.by_hash.values())
+    if any(pool.found_in[block] is not run for run in runs for block in run.blocks):
         problems.append("the two indices of the prefix cache differ")
-    if any(cache.by_block.get(block) is not run for run in cache.by_hash.values() for block in run.blocks):
-        problems.append("a run of the prefix cache lists a block that is not its own")
-    if sum(len(run.blocks) for run in cache.by_hash.values()) != len(cache.by_block):
-        problems.append("a block of the prefix cache is in no run")
+    if not sum(len(run.blocks) for run in runs) == cache.blocks == np.count_nonzero(pool.findable):
+        problems.append("a block that can be found is in no run of the prefix cache")
     return problems
 
 

@@ -104,14 +104,13 @@ NOTHING = Prefix([])
 class PrefixCache:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self.by_hash: dict[bytes, Run] = {}  # by that of its first block
-        self.by_block: dict[int, Run] = {}
         self.hits = 0  # blocks
         self.lookups = 0  # blocks looked for
         self.dropped = 0  # blocks, ever: what was found while this stands still is there
+        self.blocks = 0  # that can be found
         self._pool = pool
         self._width = 4 * block_size
         self._next_uid = 1
-        pool.in_cache = self.by_block
         pool.on_evict = self._evicted
 
     def extend(self, found: Prefix, hashes: list[bytes], tokens: bytes, salt: str, most: int) -> Prefix:
@@ -142,13 +141,16 @@ class PrefixCache:
         if other is not None:
             self._drop(other)  # another chain under this hash, or one whose parent is gone: cannot be reached by us
         new = blocks[at:]
-        if not self.by_block.keys().isdisjoint(new):
-            raise RuntimeError(f"one of the blocks {new[:8]}... is already findable")
+        found_in = self._pool.found_in
         parent, after = (place[0].uid, place[1]) if place is not None else (0, 0)
         run = Run(self._next_uid, digests[at], parent, after, salt, tokens[at * width :], new)
         self._next_uid += 1
         self.by_hash[digests[at]] = run
-        self.by_block.update(dict.fromkeys(new, run))
+        for block in new:
+            if found_in[block] is not None:
+                raise RuntimeError(f"block {block} is already findable")
+            found_in[block] = run
+        self.blocks += count - at
         return run, count - at
 
     def needs_all(self, place: Place | None, digest: bytes) -> bool:
@@ -161,7 +163,7 @@ class PrefixCache:
 
     def flush(self) -> int:
         """Nothing is found any more. Returns how many blocks could be; those that sequences hold stay theirs."""
-        count = len(self.by_block)
+        count = self.blocks
         for run in list(self.by_hash.values()):
             self._drop(run)
         return count
@@ -190,21 +192,30 @@ class PrefixCache:
 
     def _evicted(self, blocks: list[int]) -> None:
         """The pool took these, the last block of each run first."""
-        by_hash, by_block = self.by_hash, self.by_block
-        for block in blocks:
-            run = by_block.pop(block)
-            left = run.blocks
-            if left.pop() != block:
-                raise RuntimeError(f"block {block} was evicted before those behind it")
-            if not left:
-                del by_hash[run.digest]
+        found_in, at = self._pool.found_in, 0
+        while at < len(blocks):
+            run = found_in[blocks[at]]
+            assert isinstance(run, Run)
+            taken = blocks[at : at + len(run.blocks)]
+            if taken[::-1] != run.blocks[-len(taken) :]:
+                taken = taken[:1]  # its others are somewhere else in the order
+                if taken != run.blocks[-1:]:
+                    raise RuntimeError(f"block {taken[0]} was evicted before those behind it")
+            for block in taken:
+                found_in[block] = None
+            del run.blocks[-len(taken) :]
+            if not run.blocks:
+                del self.by_hash[run.digest]
+            at += len(taken)
+        self.blocks -= len(blocks)
         self.dropped += len(blocks)
 
     def _drop(self, run: Run) -> None:
         """None of its blocks is found any more."""
         blocks, run.blocks = run.blocks, []
         for block in blocks:
-            del self.by_block[block]
+            self._pool.found_in[block] = None
             self._pool.forget(block)
         del self.by_hash[run.digest]
+        self.blocks -= len(blocks)
         self.dropped += len(blocks)

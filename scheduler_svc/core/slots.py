@@ -61,7 +61,7 @@ class SlotTable:
         self.num_with_stop_ids = 0
         self.num_ignore_eos = 0
         self.num_choices = 0  # slots whose choice is not 0
-        # A row is cleared when its step comes. No row a power of two wide: a column would fall into one set of the cache.
+        # A row is cleared when its step comes. Not a power of two wide: a column would fall into one set of the cache.
         self.recent = np.zeros((TAIL, max_slots // 32 * 32 + 48), dtype=np.int32)
         self.clock = 0  # steps in `recent`, ever
         self.moved = [0] * max_slots  # the clock, when the slot's tokens were last moved to its sequence
@@ -165,6 +165,8 @@ class SlotTable:
             column = np.concatenate([self.recent[first:, slot], self.recent[:last, slot]])
         if len(column) != count:
             column = column[column >= 0]
+            if len(column) != count:
+                raise RuntimeError(f"slot {slot} had {count} tokens, {len(column)} are kept")
         sequence.outputs += column.astype("<i4", copy=False).tobytes()
         sequence.known += count
 

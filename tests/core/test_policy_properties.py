@@ -299,7 +299,7 @@ def test_waiting_for_a_better_place_is_bounded() -> None:
     prefix = list(range(1, 41))
     worker.submit(prefix, 1)
     world.run_all()
-    holder = next(s for s in sessions if world.core.fleet.sessions[s].cache.by_block)
+    holder = next(s for s in sessions if world.core.fleet.sessions[s].cache.blocks)
     # The holder is kept busy with a prompt that takes all its tokens, for long.
     other = world.core.fleet.sessions[next(s for s in sessions if s != holder)]
     worker.submit([500 - i % 400 for i in range(2000)], 1)

@@ -59,7 +59,7 @@ def a_free_block_is_kept_twice(patch: Patch) -> None:
     patch.setattr(BlockPool, "release", release)
 
 
-@bug("shared block .* holds|the two indices|a cached block cannot be found|a block is in two states|already findable")
+@bug("shared block .* holds|the two indices|in no run|cannot be found|a block is in two states|already findable")
 def an_evicted_block_can_still_be_found(patch: Patch) -> None:
     patch.setattr(PrefixCache, "_evicted", lambda self, blocks: None)
 

@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 
 from executor_svc import logs
 from executor_svc.config import ExecutorConfig, parse_args
+from executor_svc.errors import DeviceUnavailable
 from executor_svc.kv_memory import free_memory, num_blocks
 from executor_svc.malloc import keep_freed_memory
 from executor_svc.weights.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from executor_svc.backends.cuda.device import Device
+    from executor_svc.model_runner import ModelRunner
     from executor_svc.models.base import Model
 
 log = logging.getLogger("executor_svc")
@@ -34,6 +37,9 @@ def main() -> int:
         run(config)
     except KeyboardInterrupt:
         return 130
+    except DeviceUnavailable as error:
+        print(f"executor: --device {config.device}: {error}", file=sys.stderr)
+        return 2  # as for an option that cannot be
     except (CheckpointError, ValueError, OSError, MemoryError) as error:
         # Everything that a user can put right: one line, no traceback.
         print(f"executor: {error or type(error).__name__}", file=sys.stderr)
@@ -46,17 +52,13 @@ def run(config: ExecutorConfig) -> None:
     from executor_svc.service import ExecutorService
     from protos.step import Limits
 
-    check_device(config)
+    device = open_device(config)
     started = time.monotonic()
-    model, assets = load(config)
+    model, assets = load(config, device)
     facts = model.facts
-    blocks = num_blocks(facts, config.block_size, config.max_slots, config.kv_memory, config.kv_blocks, free_memory())
-    try:
-        model.allocate_kv_cache(blocks, config.block_size)
-    except (MemoryError, RuntimeError) as error:
-        size = blocks * config.block_size * facts.kv_bytes_per_token
-        raise MemoryError(f"no memory for a KV cache of {size} bytes: lower --kv-memory or --kv-blocks") from error
-    sampler.warm_up(facts.vocab_size)
+    runner, blocks = prepare(model, config)
+    if device is None:
+        sampler.warm_up(facts.vocab_size)
     service = ExecutorService(
         model,
         assets,
@@ -64,8 +66,8 @@ def run(config: ExecutorConfig) -> None:
         config.scheduler,
         config.executor_name,
         name=config.name,
-        device=config.device,
-        device_text=f"{config.device} {platform.machine()}, weights {config.weights}",
+        runner=runner,
+        device_text=f"{device.description() if device else f'cpu {platform.machine()}'}, weights {config.weights}",
         overlap=config.overlap,
         keys=config.keys,
         rehome_after=config.rehome_after,
@@ -93,17 +95,50 @@ def run(config: ExecutorConfig) -> None:
     log.info("executor left", extra={"steps": service.worker.steps})
 
 
-def check_device(config: ExecutorConfig) -> None:
-    """Raises ValueError, with one line that says what is missing, where the device cannot be used."""
-    import torch
+def open_device(config: ExecutorConfig) -> Device | None:
+    """The GPU, or None for the CPU. Raises DeviceUnavailable."""
+    if config.device == "cpu":
+        return None
+    from executor_svc.backends.cuda.device import open_device
 
-    if config.device == "cuda" and config.null_vocab is not None and torch.cuda.is_available():
-        raise ValueError("--device cuda: the null model runs on the CPU only")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: no usable NVIDIA GPU here (torch sees none); use --device cpu")
+    device = open_device()
+    if config.null_vocab is not None:
+        raise DeviceUnavailable("the null model runs on the CPU only")
+    return device
 
 
-def load(config: ExecutorConfig) -> tuple[Model, dict[str, bytes]]:
+def prepare(model: Model, config: ExecutorConfig) -> tuple[ModelRunner, int]:
+    """Give the model its KV cache. -> its runner and the number of blocks"""
+    from executor_svc.model_runner import ModelRunner
+
+    if config.device == "cuda":
+        from executor_svc.backends.cuda.decoder import CudaDecoder
+        from executor_svc.backends.cuda.start import StartSettings, start
+
+        assert isinstance(model, CudaDecoder)
+        return start(
+            model,
+            StartSettings(
+                config.block_size,
+                config.max_slots,
+                config.max_batch_tokens,
+                config.kv_memory,
+                config.kv_blocks,
+                config.gpu_memory_fraction,
+                config.cuda_graphs,
+            ),
+        )
+    facts = model.facts
+    blocks = num_blocks(facts, config.block_size, config.max_slots, config.kv_memory, config.kv_blocks, free_memory())
+    try:
+        model.allocate_kv_cache(blocks, config.block_size)
+    except (MemoryError, RuntimeError) as error:
+        size = blocks * config.block_size * facts.kv_bytes_per_token
+        raise MemoryError(f"no memory for a KV cache of {size} bytes: lower --kv-memory or --kv-blocks") from error
+    return ModelRunner(model, config.max_slots), blocks
+
+
+def load(config: ExecutorConfig, device: Device | None) -> tuple[Model, dict[str, bytes]]:
     """The model and the files that the scheduler will ask for."""
     if config.null_vocab is not None:
         import torch
@@ -116,7 +151,7 @@ def load(config: ExecutorConfig) -> tuple[Model, dict[str, bytes]]:
 
     loaded = load_model(
         config.model,
-        device=config.device,
+        device=device,
         weights=config.weights,
         threads=config.threads,
         attention=config.attention,

@@ -29,6 +29,8 @@ class ExecutorConfig:
     context_length: int | None  # tokens, all that the model is for if None
     kv_memory: int | None  # bytes
     kv_blocks: int | None
+    gpu_memory_fraction: float  # of the GPU's memory
+    cuda_graphs: bool
     block_size: int  # tokens
     max_slots: int
     max_batch_tokens: int
@@ -68,7 +70,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     add("--name", metavar="MODELNAME", help="the name clients ask for (default: the file's or folder's)")
     add("--executor-name", default=socket.gethostname(), help="stable name of this executor (default: the host's)")
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--weights", choices=("float16", "float32"), default="float16", help="how weights are kept on the CPU")
+    add(
+        "--weights",
+        choices=("bfloat16", "float16", "float32"),
+        help="how weights are kept (default: float16 on cpu, bfloat16 on cuda, where cache and activations follow)",
+    )
     add("--attention", choices=("numba", "torch"), help="CPU attention (default: numba where it is installed)")
     add("--threads", type=_bounded(1, 4096), help="CPU threads (default: all cores)")
     add(
@@ -81,6 +87,18 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--kv-memory", type=_size, metavar="SIZE", help="memory of the KV cache, as 1GiB")
     memory.add_argument("--kv-blocks", type=_bounded(1, 2**26), metavar="N", help="blocks of the KV cache")
+    add(
+        "--gpu-memory-fraction",
+        type=_fraction,
+        default=0.9,
+        help="how much of the GPU's memory to use for everything, where the KV cache's size is not told (%(default)s)",
+    )
+    add(
+        "--cuda-graphs",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run decode steps as captured graphs on cuda (default: on)",
+    )
     add("--block-size", type=_bounded(1, 1024), default=16, metavar="TOKENS")
     add("--max-slots", type=_bounded(1, 65536), default=256, metavar="N", help="sequences at once")
     add("--max-batch-tokens", type=_bounded(1, 2**20), default=2048, metavar="N", help="new tokens a step")
@@ -110,6 +128,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
             parser.error(f"--model {args.model}: null:VOCAB with a vocabulary of 3 to 65536")
     elif not os.path.exists(args.model):
         parser.error(f"--model {args.model}: no such file or folder")
+    if args.device == "cpu" and args.weights == "bfloat16":
+        parser.error("--weights bfloat16: only with --device cuda")
+    if args.device == "cuda" and args.block_size < 16:
+        parser.error(f"--block-size {args.block_size}: at least 16 with --device cuda")
     try:
         # The same secret for all; where it is needed for one, it is used with all.
         keys = None
@@ -123,12 +145,14 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         name=args.name,
         executor_name=args.executor_name,
         device=args.device,
-        weights=args.weights,
+        weights=args.weights or ("float16" if args.device == "cpu" else "bfloat16"),
         attention=args.attention,
         threads=args.threads,
         context_length=args.context_length,
         kv_memory=args.kv_memory,
         kv_blocks=args.kv_blocks,
+        gpu_memory_fraction=args.gpu_memory_fraction,
+        cuda_graphs=args.cuda_graphs,
         block_size=args.block_size,
         max_slots=args.max_slots,
         max_batch_tokens=args.max_batch_tokens,
@@ -154,6 +178,13 @@ class _bounded:
         if not self.low <= value <= self.high:
             raise argparse.ArgumentTypeError(f"{value} is outside {self.low}..{self.high}")
         return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0.0 < value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text}: must be above 0 and at most 1")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -1,4 +1,4 @@
-"""The two kinds of fault that a plan can meet: one of its batch's view, and one of a single row."""
+"""The two kinds of fault that a plan can meet (one of its batch's view, one of a single row), and that of a start."""
 
 from __future__ import annotations
 
@@ -22,3 +22,7 @@ class RowError(Exception):
         super().__init__(detail)
         self.status = status
         self.detail = detail
+
+
+class DeviceUnavailable(ValueError):
+    """The device cannot be used here; the message is one line that says why."""

@@ -31,7 +31,10 @@ DRAIN_PATIENCE = 2.0  # seconds without a slot in use before a draining executor
 
 
 class ExecutorService:
-    """Owns the worker and the link of one loaded model. ``run`` returns when the executor is to exit."""
+    """Owns the worker and the link of one loaded model. ``run`` returns when the executor is to exit.
+
+    ``runner``: of a model on another device than the CPU.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class ExecutorService:
         executor_name: str,
         *,
         name: str | None = None,
-        device: str = "cpu",
+        runner: ModelRunner | None = None,
         device_text: str = "",
         overlap: bool = False,
         keys: LinkKeys | None = None,
@@ -90,7 +93,7 @@ class ExecutorService:
             wake=self._wake_read.fileno(),
             rehome_after=rehome_after,
         )
-        self.worker = Worker(self.slots, ModelRunner(model, limits.max_slots, device), self.link.send, overlap)
+        self.worker = Worker(self.slots, runner or ModelRunner(model, limits.max_slots), self.link.send, overlap)
         self._stops = 0  # how often it was told to go
         self._announced = False
         self._unused_since = 0.0

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from executor_svc.backends.cpu.build import CpuBuilder, make_builder
+from executor_svc.backends.cuda.device import Device
 from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.hf_families import ARCHITECTURES
@@ -40,7 +41,7 @@ class LoadedModel:
 
 def load_model(
     path: str | Path,
-    device: str = "cpu",
+    device: Device | None = None,
     weights: str = "float16",
     threads: int | None = None,
     attention: str | None = None,
@@ -50,14 +51,13 @@ def load_model(
 ) -> LoadedModel:
     """Open ``path`` (a Hugging Face folder or a .gguf file) and make it ready to run.
 
-    ``weights``: ``float16`` (packed, arithmetic in float32) or ``float32``. ``threads``: CPU threads, all cores if
+    ``device``: a GPU, or None for the CPU. ``weights``: ``float16`` (on the CPU packed, arithmetic in float32),
+    ``float32``, or on a GPU ``bfloat16``. ``threads``: CPU threads, all cores if
     None. ``attention``: ``numba``, ``torch``, or None for numba where it is installed. ``name``: how the model is
     announced, the file's or folder's name if None. ``context_length``: tokens to serve, all that the model is for if
     None. Raises ``CheckpointError`` for a checkpoint that cannot be served
     correctly and ``ValueError`` for an unknown option.
     """
-    if device != "cpu":
-        raise ValueError(f"device {device!r}: only 'cpu' is implemented")
     path = Path(path)
     checkpoint = open_checkpoint(path)
     config = _served(checkpoint.config, context_length)
@@ -67,7 +67,15 @@ def load_model(
     local = None
     if config.local_rope is not None:
         local = rope_table(config.local_rope, config.head_dim, config.context_length)
-    builder = make_builder(config, rope, weights, count, attention, local)
+    builder: CpuBuilder
+    kv_bytes = 4  # of an element
+    if device is None:
+        builder = make_builder(config, rope, weights, count, attention, local)
+    else:
+        from executor_svc.backends.cuda.build import WEIGHTS, CudaBuilder
+
+        builder = CudaBuilder(config, rope, weights, device, local)
+        kv_bytes = WEIGHTS[weights].itemsize
     _fill(builder, checkpoint, progress)
     numerics = builder.numerics()
     facts = ModelFacts(
@@ -76,7 +84,7 @@ def load_model(
         vocab_size=config.vocab_size,
         context_length=config.context_length,
         num_layers=config.num_layers,
-        kv_bytes_per_token=2 * config.num_layers * config.kv_size * 4,
+        kv_bytes_per_token=2 * config.num_layers * config.kv_size * kv_bytes,
         eos_token_ids=config.eos_token_ids,
         fingerprint=checkpoint.fingerprint,
         numerics=hashlib.sha256(f"{checkpoint.fingerprint} {numerics}".encode()).hexdigest(),

@@ -70,7 +70,7 @@ def test_cuda_without_a_gpu_is_one_clear_line(
     monkeypatch.setattr(logs, "configure", lambda *args: None)
     args = ["executor", "--model", "null:97", "--scheduler", "tcp://127.0.0.1:1", "--device", "cuda"]
     monkeypatch.setattr(sys, "argv", args)
-    assert main() == 1
+    assert main() == 2
     assert capsys.readouterr().err.splitlines() == [
         "executor: --device cuda: no usable NVIDIA GPU here (torch sees none); use --device cpu"
     ]
@@ -87,6 +87,9 @@ def test_cuda_without_a_gpu_is_one_clear_line(
         (["--kv-memory", "1GiB", "--kv-blocks", "3"], "not allowed with"),
         (["--block-size", "0"], "outside 1..1024"),
         (["--link-secret-file", "/no/such/secret"], "No such file"),
+        (["--weights", "bfloat16"], "only with --device cuda"),
+        (["--device", "cuda", "--block-size", "8"], "--block-size 8: at least 16"),
+        (["--gpu-memory-fraction", "1.5"], "at most 1"),
     ],
 )
 def test_options_are_refused_by_name(args: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,6 +104,7 @@ def test_defaults_follow_the_device() -> None:
     assert not parse_args(base).overlap
     assert parse_args([*base, "--device", "cuda"]).overlap
     assert parse_args([*base, "--overlap"]).overlap
+    assert [parse_args([*base, "--device", each]).weights for each in ("cpu", "cuda")] == ["float16", "bfloat16"]
 
 
 def test_off_loopback_needs_a_secret(tmp_path: Path) -> None:

@@ -8,11 +8,8 @@ from typing import Protocol
 
 import torch
 
+from executor_svc.errors import DeviceUnavailable
 from executor_svc.kernels.launch import CupyLauncher, Launcher
-
-
-class DeviceUnavailable(ValueError):
-    """The device cannot be used here; the message is one line that says why."""
 
 
 class Event(Protocol):

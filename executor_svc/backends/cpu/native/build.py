@@ -9,6 +9,7 @@ import torch
 from executor_svc.backends.cpu.native import layout as at
 from executor_svc.backends.cpu.native.decoder import NativeDecoder
 from executor_svc.backends.cpu.native.gemm import pack_panels
+from executor_svc.backends.cpu.native.gemm_int8 import host_method, pack_panels_int8
 from executor_svc.backends.cpu.native.vector import LANES
 from executor_svc.models.base import ModelFacts
 from executor_svc.models.config import ModelConfig
@@ -36,17 +37,17 @@ class NativeBuilder:
         self._embedding = self._final_norm = self._head = torch.empty(0)
 
     def set_embedding(self, tensor: torch.Tensor) -> None:
-        self._embedding = tensor.to(torch.float16 if self._weights == "float16" else torch.float32)
+        self._embedding = tensor.to(torch.float32 if self._weights == "float32" else torch.float16)
 
     def set_head(self, tensor: torch.Tensor) -> None:
-        self._head = pack_panels(tensor, self._weights)
+        self._head = self._pack(tensor)
 
     def set_final_norm(self, tensor: torch.Tensor) -> None:
         self._final_norm = tensor.float().contiguous()
 
     def set_layer(self, index: int, parts: dict[str, torch.Tensor]) -> None:
         def matrix(name: str) -> torch.Tensor:
-            return pack_panels(parts[f"{name}.weight"], self._weights)
+            return self._pack(parts[f"{name}.weight"])
 
         def vector(name: str) -> torch.Tensor:
             return parts[name].float().contiguous()
@@ -75,6 +76,11 @@ class NativeBuilder:
             gate, up = vector("mlp.gate_proj.bias"), vector("mlp.up_proj.bias")
             layer[at.GATE_UP_BIAS] = _alternate(gate.view(-1, LANES), up.view(-1, LANES))
             layer[at.DOWN_BIAS] = vector("mlp.down_proj.bias")
+
+    def _pack(self, weight: torch.Tensor) -> torch.Tensor:
+        if self._weights == "int8":
+            return pack_panels_int8(weight, host_method())
+        return pack_panels(weight, self._weights)
 
     def numerics(self) -> str:
         """The CPU's vector width is not part of it: every element is the same chain of operations on each."""

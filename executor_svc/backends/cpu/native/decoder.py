@@ -75,6 +75,7 @@ class NativeDecoder:
         self._step[at.MODEL] = self._model.ctypes.data
         self._step[at.SCRATCH] = -(-self._scratch.data_ptr() // 4096) * 4096
         self._step[at.SCRATCH_BYTES] = scratch_bytes
+        self._weights = weights
         self._capacity = 0  # rows that the buffers hold
         self._buffers: list[torch.Tensor] = []
 
@@ -162,6 +163,10 @@ class NativeDecoder:
         addresses = [buffer.data_ptr() for buffer in self._buffers]
         self._step[at.X : at.X + len(widths)] = addresses[: len(widths)]
         self._step[at.X_WANTED : at.ATTENDED_WANTED + 1] = addresses[len(widths) :]
+        if self._weights == "int8":
+            most = max(config.hidden_size, config.q_size, config.intermediate_size)
+            self._quantized = torch.zeros(capacity, most, dtype=torch.int16), torch.zeros(capacity)
+            self._step[at.QUANTIZED], self._step[at.ROW_SCALES] = (t.data_ptr() for t in self._quantized)
         self._capacity = capacity
 
     def phase_shares(self) -> dict[str, float]:

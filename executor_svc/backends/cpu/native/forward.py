@@ -8,7 +8,6 @@ from typing import Any
 from numba import carray, cfunc, njit, types
 
 from executor_svc.backends.cpu.native.attention import make_attend_item
-from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512
 from executor_svc.backends.cpu.native.layout import (
     ACTIVATED,
     ATTENDED,
@@ -68,7 +67,7 @@ def make_forward(weights: str, avx512: bool) -> Any:
 
     AVX-512 and AVX2 differ in register tiles only, which do not change any result.
     """
-    product_phase = make_product_phase(weights, TILES_AVX512 if avx512 else TILES_AVX2)
+    product_phase = make_product_phase(weights, avx512)
     attend_item = make_attend_item(avx512)
 
     @njit(nogil=True, error_model="numpy")

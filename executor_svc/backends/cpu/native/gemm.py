@@ -7,6 +7,7 @@ interleaved ones. The same tiles serve all three.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import llvmlite.ir as ir
@@ -81,48 +82,45 @@ def _tile(rows: int, panels: int, element: ir.Type, scaled: bool) -> Any:
     return tile
 
 
-def make_tiles(dtype: str, scaled: bool, tiles: dict[int, int]) -> Any:
-    """A compiled function ``run(rows, panels, <arguments of a tile>)`` for any rows up to max(tiles) and any panels.
+def make_block(dtype: str, scaled: bool, tiles: dict[int, int]) -> Any:
+    """A compiled function ``block(rows, panels, <arguments of a tile>)`` for any rows and panels."""
+    arguments = ("x", "x_stride", "w", "k_step", "panel_step", "k", "y", "y_stride", "scale")
+    steps = {"x": "x_stride", "y": "y_stride", "scale": "4"}
+    return join_tiles(tiles, lambda rows, panels: _tile(rows, panels, _ELEMENT[dtype], scaled), arguments, steps)
 
-    ``tiles``: rows -> panels of one register tile.
+
+def join_tiles(
+    tiles: dict[int, int], make_tile: Callable[[int, int], Any], arguments: Sequence[str], steps: dict[str, str]
+) -> Any:
+    """``block(rows, panels, *arguments)``: rows split into register tiles of nearly equal height.
+
+    ``tiles``: rows -> panels of one register tile; ``make_tile(rows, panels)`` takes ``arguments``, among them ``w``
+    with ``panel_step`` and ``y``; ``steps``: argument -> bytes from one row to the next.
     """
     scope: dict[str, Any] = {}
-    lines = [
-        "def run(rows, panels, x, x_stride, w, k_step, panel_step, k, y, y_stride, scale):",
-        "    p = 0",
-    ]
-    for rows, width in tiles.items():
-        lines.append(f"    {'if' if rows == 1 else 'elif'} rows == {rows}:")
-        widths = [width] if width == 1 else [width, 1]
-        for w in widths:
-            name = f"tile_{rows}_{w}"
-            scope[name] = _tile(rows, w, _ELEMENT[dtype], scaled)
-            lines.append(f"        while p + {w} <= panels:")
-            lines.append(
-                f"            {name}(x, x_stride, w + p * panel_step, k_step, panel_step, k, y + p * {4 * LANES},"
-                " y_stride, scale)"
-            )
-            lines.append(f"            p += {w}")
-    exec("\n".join(lines), scope)
-    return njit(nogil=True, error_model="numpy")(scope["run"])
-
-
-def make_block(dtype: str, scaled: bool, tiles: dict[int, int]) -> Any:
-    """As ``make_tiles``, for any number of rows: split into register tiles of nearly equal height."""
-    run = make_tiles(dtype, scaled, tiles)
     most = max(tiles)
-
-    @njit(nogil=True, error_model="numpy")
-    def block(rows, panels, x, x_stride, w, k_step, panel_step, k, y, y_stride, scale):  # type: ignore[no-untyped-def]
-        row = 0
-        while row < rows:
-            left = rows - row
-            count = (left + most - 1) // most
-            height = (left + count - 1) // count
-            run(
-                height, panels, x + row * x_stride, x_stride, w, k_step, panel_step, k,
-                y + row * y_stride, y_stride, scale + row * 4,
-            )  # fmt: skip
-            row += height
-
-    return block
+    by_row = ", ".join(f"{name} + row * {steps[name]}" if name in steps else name for name in arguments)
+    lines = [
+        f"def block(rows, panels, {', '.join(arguments)}):",
+        "    row = 0",
+        "    while row < rows:",
+        f"        count = (rows - row + {most - 1}) // {most}",
+        "        height = (rows - row + count - 1) // count",
+        f"        by_height(height, panels, {by_row})",
+        "        row += height",
+    ]
+    inner = [f"def by_height(height, panels, {', '.join(arguments)}):", "    p = 0"]
+    moved = {"w": "w + p * panel_step", "y": f"y + p * {4 * LANES}"}
+    by_panel = ", ".join(moved.get(name, name) for name in arguments)
+    for rows, width in tiles.items():
+        inner.append(f"    {'if' if rows == 1 else 'elif'} height == {rows}:")
+        for panels in sorted({width, 1}, reverse=True):
+            scope[f"tile_{rows}_{panels}"] = make_tile(rows, panels)
+            inner.append(f"        while p + {panels} <= panels:")
+            inner.append(f"            tile_{rows}_{panels}({by_panel})")
+            inner.append(f"            p += {panels}")
+    compiled = njit(nogil=True, error_model="numpy")
+    exec("\n".join(inner), scope)
+    scope["by_height"] = compiled(scope["by_height"])
+    exec("\n".join(lines), scope)
+    return compiled(scope["block"])

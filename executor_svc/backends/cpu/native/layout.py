@@ -25,8 +25,8 @@ FLOATS_SIZE = 10
 TOKENS, WANTED, NUM_ITEMS, MAX_BLOCKS = range(4)
 X, NORMED, DELTA, QKV_OUT, ATTENDED, GATE_UP_OUT, ACTIVATED, LOGITS = range(4, 12)
 POSITIONS, KV_SLOTS, WANTED_INDICES, BLOCK_TABLES, ITEMS, COUNTERS, SCRATCH, SCRATCH_BYTES, MODEL = range(12, 21)
-X_WANTED, ATTENDED_WANTED = 21, 22
-STEP_SIZE = 23
+X_WANTED, ATTENDED_WANTED, QUANTIZED, ROW_SCALES = range(21, 25)  # the last two: int8 weights only
+STEP_SIZE = 25
 
 # One attention item: ITEM_SIZE entries.
 ITEM_ROW, ITEM_TOKEN, ITEM_COUNT, ITEM_POSITION = range(4)
@@ -34,7 +34,8 @@ ITEM_SIZE = 4
 
 # A phase's counters: the next ticket, and on another cache line the number of finished items and the time of the end.
 # The address of sched_yield is there too: machine code loaded from a file should refer to nothing outside itself.
-COUNTER_BYTES, DONE_OFFSET, CYCLES_OFFSET, YIELD_OFFSET = 128, 64, 72, 80
+# A phase may have a prelude, with the same counters after its own.
+COUNTER_BYTES, PRELUDE_OFFSET, DONE_OFFSET, CYCLES_OFFSET, YIELD_OFFSET = 256, 128, 64, 72, 80
 PHASES = ("norm", "linear", "rotary", "attention", "linear", "norm", "linear", "linear")  # of a layer, in order
 LAST_LAYER_PHASES = (*PHASES[:4], "gather", *PHASES[4:], "norm", "head", "softcap")  # with the phases after it
 QUERY_ROWS = 48  # queries x heads of one attention item

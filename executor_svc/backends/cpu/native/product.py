@@ -1,4 +1,7 @@
-"""The product phase: activations times one packed weight matrix, split into items over rows and panels."""
+"""The product phase: activations times one packed weight matrix, split into items over rows and panels.
+
+With int8 weights it begins with a phase of its own that quantises the activations, each row once.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +9,46 @@ from typing import Any
 
 from numba import njit
 
-from executor_svc.backends.cpu.native.gemm import BYTES, make_block
-from executor_svc.backends.cpu.native.layout import FLOATS, GATE_CUBIC, GATE_LINEAR, MODEL
+from executor_svc.backends.cpu.native.gemm import BYTES, TILES_AVX2, TILES_AVX512, make_block
+from executor_svc.backends.cpu.native.gemm_int8 import HEADER, Method, host_method, make_block_int8
+from executor_svc.backends.cpu.native.layout import (
+    FLOATS,
+    GATE_CUBIC,
+    GATE_LINEAR,
+    MODEL,
+    PRELUDE_OFFSET,
+    QUANTIZED,
+    ROW_SCALES,
+)
 from executor_svc.backends.cpu.native.phases import finish, take
+from executor_svc.backends.cpu.native.quantize import make_quantize_row
 from executor_svc.backends.cpu.native.rows import add_row, gate_mul_row
 from executor_svc.backends.cpu.native.vector import LANES, load_float, load_int
 
 ROW_BLOCK = 96  # rows of one item: their inputs stay in the second-level cache
+ROWS_PER_ITEM = 4  # rows of one item of quantising
 
 
-def make_product_phase(weights: str, tiles: dict[int, int]) -> Any:
+def make_product_phase(weights: str, avx512: bool) -> Any:
     """A compiled ``product_phase(counter, step, rows, panels, x, k, w, y, activated, bias)`` for one weight type.
 
     y float32 [rows, 16 panels] = x float32 [rows, k] w; with ``activated`` (an address, else 0) also the activation of
     its (gate, up) panels, float32 [rows, 8 panels], to which ``bias`` (an address, or 0) is added before.
-    ``w``: ``pack_panels``; ``tiles``: as for ``make_block``.
+    ``w``: ``pack_panels`` or ``pack_panels_int8``.
     """
-    product = make_block(weights, False, tiles)
-    element = BYTES[weights]
+    if weights == "int8":
+        prepare, multiply = _int8(host_method())
+    else:
+        prepare, multiply = _floats(weights, TILES_AVX512 if avx512 else TILES_AVX2)
 
     @njit(nogil=True, error_model="numpy")
     def product_phase(counter, step, rows, panels, x, k, w, y, activated, bias):  # type: ignore[no-untyped-def]
+        prepare(counter + PRELUDE_OFFSET, step, rows, x, k)
         floats = load_int(step[MODEL] + 8 * FLOATS)
         linear, cubic = load_float(floats + 4 * GATE_LINEAR), load_float(floats + 4 * GATE_CUBIC)
         width = 4 if panels < 512 else 16  # panels of one item
         across = (panels + width - 1) // width
-        items = (rows + ROW_BLOCK - 1) // ROW_BLOCK * across
-        panel_bytes, done = k * LANES * element, 0
+        items, done = (rows + ROW_BLOCK - 1) // ROW_BLOCK * across, 0
         while True:
             item = take(counter, items)
             if item == items:
@@ -40,10 +56,7 @@ def make_product_phase(weights: str, tiles: dict[int, int]) -> Any:
             row, panel = item // across * ROW_BLOCK, item % across * width
             height, count = min(ROW_BLOCK, rows - row), min(width, panels - panel)
             target = y + (row * panels + panel) * LANES * 4
-            product(
-                height, count, x + row * k * 4, k * 4, w + panel * panel_bytes, LANES * element, panel_bytes, k,
-                target, panels * LANES * 4, 0,
-            )  # fmt: skip
+            multiply(step, row, height, panel, count, x, k, w, target, panels * LANES * 4)
             if activated != 0:
                 for r in range(height):
                     gate_up = target + r * panels * LANES * 4
@@ -55,3 +68,49 @@ def make_product_phase(weights: str, tiles: dict[int, int]) -> Any:
         finish(counter, done, items)
 
     return product_phase
+
+
+def _floats(weights: str, tiles: dict[int, int]) -> tuple[Any, Any]:
+    block = make_block(weights, False, tiles)
+    element = BYTES[weights]
+
+    @njit(nogil=True, error_model="numpy")
+    def prepare(counter, step, rows, x, k):  # type: ignore[no-untyped-def]
+        pass
+
+    @njit(nogil=True, error_model="numpy")
+    def multiply(step, row, rows, panel, panels, x, k, w, y, y_stride):  # type: ignore[no-untyped-def]
+        size = k * LANES * element
+        block(
+            rows, panels, x + row * k * 4, k * 4, w + panel * size, LANES * element, size, k, y, y_stride, 0
+        )  # fmt: skip
+
+    return prepare, multiply
+
+
+def _int8(method: Method) -> tuple[Any, Any]:
+    block, quantize_row, x_bytes = make_block_int8(method), make_quantize_row(method), method.x_bytes
+
+    @njit(nogil=True, error_model="numpy")
+    def prepare(counter, step, rows, x, k):  # type: ignore[no-untyped-def]
+        items, done = (rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 0
+        while True:
+            item = take(counter, items)
+            if item == items:
+                break
+            for row in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, rows)):
+                quantize_row(
+                    x + row * k * 4, step[QUANTIZED] + row * k * x_bytes, step[ROW_SCALES] + row * 4, k // LANES
+                )
+            done += 1
+        finish(counter, done, items)
+
+    @njit(nogil=True, error_model="numpy")
+    def multiply(step, row, rows, panel, panels, x, k, w, y, y_stride):  # type: ignore[no-untyped-def]
+        size = HEADER + k * LANES
+        block(
+            rows, panels, step[QUANTIZED] + row * k * x_bytes, k * x_bytes, w + panel * size, size, k, y, y_stride,
+            step[ROW_SCALES] + row * 4,
+        )  # fmt: skip
+
+    return prepare, multiply

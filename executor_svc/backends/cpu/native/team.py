@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from executor_svc.backends.cpu.native.layout import COUNTER_BYTES, YIELD_OFFSET
+from executor_svc.backends.cpu.native.layout import PRELUDE_OFFSET, YIELD_OFFSET
 
 _SCHED_YIELD = int(ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0)
 
@@ -57,7 +57,7 @@ class Team:
                 free = Context(*self._new_context)
                 self._state.contexts.append(free)
         free.counters[:] = 0
-        free.counters[YIELD_OFFSET // 8 :: COUNTER_BYTES // 8] = _SCHED_YIELD
+        free.counters[YIELD_OFFSET // 8 :: PRELUDE_OFFSET // 8] = _SCHED_YIELD
         return free
 
     def run(self, context: Context) -> None:

@@ -73,6 +73,10 @@ class Emitter:
     def sqrt(self, scalar: ir.Value) -> ir.Value:
         return self._call("llvm.sqrt.f32", scalar)
 
+    def rint(self, x: ir.Value) -> ir.Value:
+        """To the nearest whole number, ties to even."""
+        return self._call("llvm.rint.v16f32", x)
+
     def maximum(self, a: ir.Value, b: ir.Value) -> ir.Value:
         """Where either is NaN: b. Callers make NaN surface by arithmetic, not by comparison."""
         return self.b.select(self.b.fcmp_ordered(">", a, b), a, b)
@@ -93,7 +97,7 @@ class Emitter:
         low, high = self.constant(-87.3), self.constant(88.0)
         z = self.b.select(self.b.fcmp_ordered("<", x, low), low, x)
         z = self.b.select(self.b.fcmp_ordered(">", z, high), high, z)
-        n = self._call("llvm.rint.v16f32", self.b.fmul(z, self.constant(1.44269502162933349609375)))
+        n = self.rint(self.b.fmul(z, self.constant(1.44269502162933349609375)))
         r = self.fma(n, self.constant(-0.693359375), z)
         r = self.fma(n, self.constant(2.12194440197199583053589e-4), r)
         p = self.constant(1.98756913e-4)

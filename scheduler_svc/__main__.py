@@ -46,6 +46,7 @@ API_FLAGS: dict[str, str | None] = {
 DEFAULT_LEAVE_GRACE = 2.0
 DEFAULT_DRAIN_LIMIT = 60.0
 DRAIN_MARGIN = 5.0  # seconds the API workers get beyond their own limits before they are killed
+STANDBY_AFTER = 2.0  # seconds after a core's start: its own start, and the streams that go on, come first
 SOCKET_NAME = "front.sock"
 MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
 
@@ -175,7 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ValueError(f"--run-dir {folder}: its path is too long for a socket")
             front = f"ipc://{path}"
             ledger = os.memfd_create("core-ledger")  # closed with this process
-            core = Child("core", core_command(args, front, rest, ledger), descriptors=(ledger,))
+            command = core_command(args, front, rest, ledger)
+            core = Child("core", command, descriptors=(ledger,), standby_after=STANDBY_AFTER)
             workers = [
                 Child(f"api-{i}", worker_command(args, front, i), watch=Watch()) for i in range(args.api_workers)
             ]

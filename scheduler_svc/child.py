@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from scheduler_svc.pulse import Pulse, computing
+from scheduler_svc.pulse import Pulse, computing, first_of, until_idle
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,24 @@ def die_with_parent(parent: int) -> Callable[[], None]:
 class Watch:
     """Of a child's pulse (pulse.py), in seconds."""
 
-    startup: float = 30.0  # until the first beat
+    startup: float = 120.0  # until the first beat, while it computes; it is frozen sooner where it does not (pulse.py)
     silence: float = 3.5  # then it counts as frozen, unless it computes: known, and dead, within 4
     busy: float = 30.0  # ... for no longer than this
+
+
+@dataclass(frozen=True, slots=True)
+class _Standby:
+    process: asyncio.subprocess.Process
+    pipe: int  # the writing end
+
+    def release(self) -> None:
+        """Its turn has come."""
+        with contextlib.suppress(BrokenPipeError):  # it ended just now, which the caller finds as of any process
+            os.write(self.pipe, b"!")
+        self.close()
+
+    def close(self) -> None:
+        os.close(self.pipe)
 
 
 class Child:
@@ -69,6 +84,9 @@ class Child:
 
     With a ``watch`` it gets ``--pulse-fd N``, and is killed, and so started again, when it has no pulse.
     ``descriptors`` are open in every one of its processes.
+
+    With ``standby_after`` another process is started so many seconds after a start, with ``--standby-fd N``: it gets
+    ready and waits (standby.py), so that the next start takes no time.
     """
 
     def __init__(
@@ -78,6 +96,7 @@ class Child:
         backoff: Backoff | None = None,
         watch: Watch | None = None,
         descriptors: Sequence[int] = (),
+        standby_after: float | None = None,
     ) -> None:
         self.name = name
         self.starts = 0
@@ -87,6 +106,8 @@ class Child:
         self._backoff = backoff or Backoff()
         self._watch = watch
         self._descriptors = tuple(descriptors)
+        self._standby_after = standby_after
+        self._standby: _Standby | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self.running = asyncio.Event()  # a process is there ...
@@ -117,6 +138,7 @@ class Child:
                 )
                 await self._pause(delay)
         finally:
+            await self._dismiss_standby()
             self.ended.set()
 
     async def _run_once(self) -> float:
@@ -125,15 +147,7 @@ class Child:
         self.starts += 1
         pulse = Pulse() if self._watch is not None else None
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                *(["--pulse-fd", str(pulse.write)] if pulse is not None else []),
-                pass_fds=self._descriptors + ((pulse.write,) if pulse is not None else ()),
-                stdin=asyncio.subprocess.DEVNULL,
-                # A group of its own: Ctrl-C reaches the supervisor alone, which then stops its children in order.
-                process_group=0,
-                preexec_fn=die_with_parent(os.getpid()),
-            )
+            process = await self._begin(pulse)
         except (OSError, subprocess.SubprocessError) as error:  # no memory or process left: try again later
             log.error("child cannot be started", extra={"child": self.name, "error": str(error)})
             self.status = None
@@ -146,12 +160,14 @@ class Child:
         log.info("child started", extra={"child": self.name, "child_pid": process.pid, "start": self.starts})
         if self._stopping.is_set():
             process.terminate()
-        watching = asyncio.create_task(self._kill_when_silent(pulse)) if pulse is not None else None
+        tasks = [asyncio.create_task(self._kill_when_silent(pulse))] if pulse is not None else []
+        if self._standby_after is not None:
+            tasks.append(asyncio.create_task(self._have_standby(self._standby_after)))
         try:
             self.status = await process.wait()
         finally:
-            if watching is not None:
-                watching.cancel()
+            for task in tasks:
+                task.cancel()
             self._process = None
             self.running.clear()
             self.gone.set()
@@ -159,6 +175,61 @@ class Child:
                 process.kill()
                 await process.wait()
         return time.monotonic() - started
+
+    async def _begin(self, pulse: Pulse | None) -> asyncio.subprocess.Process:
+        """A new process, or the one that stands by. Raises OSError or SubprocessError."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            if standby.process.returncode is None:
+                standby.release()
+                return standby.process
+            standby.close()
+        if pulse is None:
+            return await self._spawn((), ())
+        return await self._spawn(("--pulse-fd", str(pulse.write)), (pulse.write,))
+
+    async def _spawn(self, flags: Sequence[str], descriptors: Sequence[int]) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            *flags,
+            pass_fds=(*self._descriptors, *descriptors),
+            stdin=asyncio.subprocess.DEVNULL,
+            # A group of its own: Ctrl-C reaches the supervisor alone, which then stops its children in order.
+            process_group=0,
+            preexec_fn=die_with_parent(os.getpid()),
+        )
+
+    async def _have_standby(self, after: float) -> None:
+        """Keeps one there while the process runs."""
+        while True:
+            await asyncio.sleep(after)
+            if self._stopping.is_set():
+                return
+            read, write = os.pipe()
+            try:
+                process = await self._spawn(("--standby-fd", str(read)), (read,))
+            except (OSError, subprocess.SubprocessError) as error:
+                os.close(write)
+                log.error("standby cannot be started", extra={"child": self.name, "error": str(error)})
+                continue
+            except asyncio.CancelledError:
+                os.close(write)  # what may have been started ends by itself
+                raise
+            finally:
+                os.close(read)
+            self._standby = _Standby(process, write)
+            await process.wait()
+            log.warning("standby ended", extra={"child": self.name, "status": process.returncode})
+            self._standby.close()
+            self._standby = None
+
+    async def _dismiss_standby(self) -> None:
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.close()
+            with contextlib.suppress(ProcessLookupError):
+                standby.process.kill()
+            await standby.process.wait()
 
     async def _kill_when_silent(self, pulse: Pulse) -> None:
         pulse.started()
@@ -173,6 +244,10 @@ class Child:
         """Returns for how long it has been silent."""
         assert self._watch is not None
         watch = self._watch
+        if self._process is not None:
+            first, _ = await first_of(pulse.until_first_beat(), until_idle(self._process.pid))
+            if first == 1:
+                return pulse.silent
         while True:
             silent = await pulse.until_silent(watch.startup, watch.silence)
             while silent > watch.silence:

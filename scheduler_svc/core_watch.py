@@ -24,9 +24,11 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(front.ToWorker).decode
 
 
-async def until_silent(context: zmq.asyncio.Context, address: str, *, startup: float, silence: float) -> float:
+async def until_silent(
+    context: zmq.asyncio.Context, address: str, *, startup: float, silence: float, heard_first: asyncio.Event
+) -> float:
     """Attach to the core at `address`; return how long it said nothing once that is more than `silence` seconds (or
-    `startup` seconds, before its first word)."""
+    `startup` seconds, before its first word, at which ``heard_first`` is set)."""
     attach = _encode(front.Attach(front.FRONT_VERSION, "supervisor", secrets.randbits(64)))
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
@@ -46,6 +48,7 @@ async def until_silent(context: zmq.asyncio.Context, address: str, *, startup: f
                     continue
                 return now - heard
             heard = time.monotonic()
+            heard_first.set()
             limit = silence
             try:
                 message = _decode(frame)

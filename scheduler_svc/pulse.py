@@ -11,9 +11,12 @@ import asyncio
 import contextlib
 import os
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 INTERVAL = 0.25  # seconds between two beats
+START_IDLE = 3.0  # seconds
 _OVERSLEPT = 0.5  # seconds: so late means that the watcher itself stood still
 
 
@@ -28,11 +31,19 @@ async def beat(descriptor: int) -> None:
 
 
 async def computing(pid: int) -> bool:
-    """Whether a thread of the process runs, waits for a CPU, or has run within the last moments."""
+    """Whether a thread of the process runs, waits for a CPU or a disk, or has run within the last moments."""
     before = _threads(pid)
     await asyncio.sleep(INTERVAL)
     after = _threads(pid)
-    return any(state == "R" for state, _ in after) or sum(t for _, t in after) > sum(t for _, t in before)
+    return any(state in "RD" for state, _ in after) or sum(t for _, t in after) > sum(t for _, t in before)
+
+
+async def until_idle(pid: int) -> None:
+    """Returns when the process has not computed for `START_IDLE` seconds on end. At its start it has nothing to wait
+    for but a CPU and a disk: then it is stopped, or stuck."""
+    idle = 0
+    while idle * INTERVAL < START_IDLE:
+        idle = 0 if await computing(pid) else idle + 1
 
 
 def _threads(pid: int) -> list[tuple[str, int]]:
@@ -43,6 +54,19 @@ def _threads(pid: int) -> list[tuple[str, int]]:
             state, *fields = stat.read_text().rpartition(")")[2].split()
             threads.append((state, int(fields[10]) + int(fields[11])))  # utime and stime
     return threads
+
+
+async def first_of(*waits: Coroutine[Any, Any, Any]) -> tuple[int, Any]:
+    """The number of the one that returned first, and what it returned; the others are cancelled."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        number = min(tasks.index(task) for task in done)
+        return number, tasks[number].result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class Pulse:
@@ -77,6 +101,11 @@ class Pulse:
                 self._heard = now - limit + _OVERSLEPT  # what came meanwhile is still to be read
             elif now >= self._heard + limit:
                 return now - self._heard
+
+    async def until_first_beat(self) -> None:
+        while not self._beats:
+            self._news.clear()
+            await self._news.wait()
 
     @property
     def silent(self) -> float:

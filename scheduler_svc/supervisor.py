@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ import zmq.asyncio
 
 from scheduler_svc.child import USAGE_ERROR, Child
 from scheduler_svc.core_watch import until_silent
+from scheduler_svc.pulse import first_of, until_idle
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Patience:
     drain: float = 60.0  # for the API workers to finish their streams
     core_stop: float = 10.0  # for the core after that
     hurry: float = 3.0  # after a second signal, before SIGKILL
-    core_startup: float = 30.0  # until a new core's first word
+    core_startup: float = 120.0  # until a new core's first word, while it computes (pulse.py)
     core_silence: float = 4.0  # then it counts as frozen: its loop says something four times a second
 
 
@@ -120,22 +122,30 @@ class Supervisor:
         with zmq.asyncio.Context() as context:
             while True:
                 await core.running.wait()
-                watch = asyncio.create_task(
-                    until_silent(context, self._front, startup=patience.core_startup, silence=patience.core_silence)
+                heard = asyncio.Event()
+                watch = until_silent(
+                    context,
+                    self._front,
+                    startup=patience.core_startup,
+                    silence=patience.core_silence,
+                    heard_first=heard,
                 )
-                gone = asyncio.create_task(core.gone.wait())
-                try:
-                    await asyncio.wait((watch, gone), return_when=asyncio.FIRST_COMPLETED)
-                    if core.stopping:
-                        return  # it has only its sockets left to close
-                    if watch.done() and not gone.done():
-                        log.error("the core is frozen, killing it", extra={"silent": round(watch.result(), 3)})
-                        core.signal(signal.SIGKILL)
-                        await gone
-                finally:
-                    watch.cancel()
-                    gone.cancel()
-                    await asyncio.gather(watch, gone, return_exceptions=True)
+                first, silent = await first_of(core.gone.wait(), watch, _stopped_at_start(core, heard))
+                if first == 0:
+                    continue
+                if core.stopping:
+                    return  # it has only its sockets left to close
+                log.error("the core is frozen, killing it", extra={"silent": round(silent, 3)})
+                core.signal(signal.SIGKILL)
+                await core.gone.wait()
+
+
+async def _stopped_at_start(core: Child, heard: asyncio.Event) -> float:
+    """Returns when it stands still before its first word, and after how many seconds; else never."""
+    pid, started = core.pid, time.monotonic()
+    if pid is None or (await first_of(heard.wait(), until_idle(pid)))[0] == 0:
+        await asyncio.Event().wait()
+    return time.monotonic() - started
 
 
 async def _all_ended(children: Iterable[Child]) -> None:

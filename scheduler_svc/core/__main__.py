@@ -20,6 +20,7 @@ from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
 from scheduler_svc.core.recording import RecordingCore
 from scheduler_svc.core.tenants import NO_LIMITS, load_limits
 from scheduler_svc.reloaded import Reloaded
+from scheduler_svc.standby import wait_for_turn
 
 # Option -> (field of CoreConfig, what it means).
 _OPTIONS = {
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     )
     logs.add_arguments(result)
     result.add_argument("--ledger-fd", type=int, metavar="N", help="set by the supervisor: what cores leave each other")
+    result.add_argument("--standby-fd", type=int, metavar="N", help="set by the supervisor: get ready and wait there")
     result.add_argument("--inject", default="", metavar="FAULTS", help="tests only: KIND@PLAN,... (fault_injection.py)")
     defaults = CoreConfig()
     for option, (field, meaning) in _OPTIONS.items():
@@ -77,6 +79,8 @@ log = logging.getLogger("scheduler_svc.core")
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     logs.configure("core", level=options.log_level, format=options.log_format)
+    if options.standby_fd is not None and not wait_for_turn(options.standby_fd, "core"):
+        return 0
     try:
         fields = {field: getattr(options, field) for field, _ in _OPTIONS.values()}
         config = CoreConfig(prefix_cache=not options.no_prefix_cache, **fields)

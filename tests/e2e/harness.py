@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire import Client
-from tests.e2e.process import START_TIMEOUT, TIMEOUT, Process, bounded, children, gone
+from tests.e2e.process import START_TIMEOUT, TIMEOUT, Process, bounded, children, gone, name_of
 from tests.e2e.status import StatusClient
 
 # One thread: the tests share the machine. Compiled kernels are kept between processes.
@@ -61,7 +61,7 @@ class Cluster:
         """Starts ``python -m scheduler_svc`` with ``flags``; returns when it serves gRPC (not: when it has a model).
         ``module``: one that behaves like it."""
         assert self.scheduler is None or not self.scheduler.alive
-        args = ["-m", module, "--listen", self.address, "--executors", self.link]
+        args = ["-m", *module.split(), "--listen", self.address, "--executors", self.link]
         args += ["--run-dir", str(self.run_dir), "--api-workers", str(api_workers), "--leave-grace", "0", *flags]
         self.scheduler = Process("scheduler", args, self.folder / "scheduler.log")
         self._wait_door(self.scheduler)
@@ -79,7 +79,7 @@ class Cluster:
         """Starts an executor; does not wait for it. A name used before: the former process must have ended. ``links``:
         the schedulers' addresses, where not this cluster's. ``module``: one that behaves like an executor."""
         assert name not in self.executors or not self.executors[name].alive
-        args = ["-m", module, "--model", str(model), "--executor-name", name]
+        args = ["-m", *module.split(), "--model", str(model), "--executor-name", name]
         args += [part for link in links or [self.link] for part in ("--scheduler", link)]
         args += [*EXECUTOR_FLAGS, *flags]
         self.executors[name] = Process(name, args, self.folder / f"executor-{name}.log", EXECUTOR_ENV)
@@ -93,9 +93,11 @@ class Cluster:
             assert process.alive, f"scheduler ended with {process.popen.returncode}:\n{process.text()[-4000:]}"
 
     def pids(self, module: str) -> list[int]:
-        """The supervisor's children that run ``scheduler_svc.core`` or ``scheduler_svc.api``."""
+        """The supervisor's children that run ``scheduler_svc.core`` or ``scheduler_svc.api``, without those that only
+        stand by."""
         assert self.scheduler is not None
-        return sorted(pid for pid, line in children(self.scheduler.pid).items() if f"scheduler_svc.{module}" in line)
+        found = [(pid, line) for pid, line in children(self.scheduler.pid).items() if f"scheduler_svc.{module}" in line]
+        return sorted(pid for pid, line in found if "--standby-fd" not in line or name_of(pid) == module)
 
     def kill(self, name: str, sig: int = signal.SIGKILL) -> int:
         """``core``, ``api`` (the first worker), ``scheduler``, or an executor's name. Returns the pid."""

@@ -104,6 +104,13 @@ def children(pid: int) -> dict[int, str]:
     return found
 
 
+def name_of(pid: int) -> str:
+    """As the process calls itself; "" where it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
 def gone(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"

@@ -10,7 +10,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from scheduler_svc import logs
+from scheduler_svc import logs, pulse
 from scheduler_svc.child import Backoff, Child, Watch
 from scheduler_svc.supervisor import Patience, Supervisor
 
@@ -51,14 +51,53 @@ while time.process_time() < until:
 """,
 )
 
+# Stands still before its first beat, at the first start only.
+STOPPED = PULSED.replace(
+    "import threading, time",
+    """
+import threading, time
+if not os.path.exists(sys.argv[1] + "." + sys.argv[2]):
+    open(sys.argv[1] + "." + sys.argv[2], "w").close()
+    note(os.getpid())
+    os.kill(os.getpid(), signal.SIGSTOP)
+""",
+)
+
+# Takes long until its first beat.
+SLOW = PULSED.replace(
+    "import threading, time",
+    """
+import threading, time
+while time.process_time() < 1.5:
+    pass
+""",
+)
+
 STUBBORN = POLITE.replace('note("stopped")', "signal.pause()")
+
+
+STANDBY = POLITE.replace(
+    "note(os.getpid())",
+    """
+if "--standby-fd" in sys.argv:
+    with open(sys.argv[1], "a") as file:
+        file.write(f"standby {os.getpid()}\\n")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    if not os.read(int(sys.argv[sys.argv.index("--standby-fd") + 1]), 1):
+        sys.exit()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+note(os.getpid())
+""",
+)
 
 
 def main() -> int:
     folder = Path(sys.argv[1])
     workers = int(sys.argv[2])
-    sources = {"polite": POLITE, "stubborn": STUBBORN, "pulsed": PULSED, "busy": BUSY}
-    watch = Watch(startup=30.0, silence=0.5) if sys.argv[3] in ("pulsed", "busy") else None
+    sources = {"polite": POLITE, "stubborn": STUBBORN, "pulsed": PULSED, "busy": BUSY, "standby": STANDBY}
+    sources |= {"stopped": STOPPED, "slow": SLOW}
+    watch = Watch(startup=30.0, silence=0.5) if "--pulse-fd" in sources.get(sys.argv[3], "") else None
+    pulse.START_IDLE = 0.75
     worker_source = sources.get(sys.argv[3], sys.argv[3])
     core_source = sources.get(sys.argv[4], sys.argv[4])
     front = f"ipc://{folder}/front"
@@ -66,7 +105,8 @@ def main() -> int:
 
     def child(name: str, source: str, watch: Watch | None = None) -> Child:
         command = [sys.executable, "-c", source, str(folder / "events"), name, front]
-        return Child(name, command, Backoff(first=0.05, most=0.2), watch)
+        standby_after = 0.0 if source == STANDBY else None
+        return Child(name, command, Backoff(first=0.05, most=0.2), watch, standby_after=standby_after)
 
     supervisor = Supervisor(
         child("core", core_source),

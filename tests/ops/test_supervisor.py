@@ -132,6 +132,42 @@ def test_a_killed_child_is_started_again_and_the_others_stay(start: Start, victi
     }
 
 
+def test_one_that_stands_by_takes_over_and_another_stands_by(start: Start) -> None:
+    supervised = start(workers=1, core="standby")
+    supervised.all_up(3)
+    for _ in range(3):
+        waiting = supervised.pids["standby"]
+        os.kill(supervised.pids["core"], signal.SIGKILL)
+        events = {supervised.event()[0] for _ in range(2)}
+        assert events == {"core", "standby"}
+        assert supervised.pids["core"] == waiting
+        assert supervised.pids["standby"] != waiting
+    descriptors = [os.pidfd_open(pid) for pid in supervised.pids.values()]
+    supervised.process.send_signal(signal.SIGTERM)
+    assert supervised.exit_status() == 0
+    for descriptor in descriptors:
+        wait_until_dead(descriptor)
+
+
+def test_one_that_stands_by_is_replaced_when_it_dies(start: Start) -> None:
+    supervised = start(workers=1, core="standby")
+    supervised.all_up(3)
+    before = dict(supervised.pids)
+    os.kill(before["standby"], signal.SIGKILL)
+    assert supervised.event()[0] == "standby"
+    assert supervised.pids["standby"] != before["standby"]
+    assert supervised.pids["core"] == before["core"]
+    supervised.wait_for_log(lambda log: any('event="standby ended" child=core status=-9' in line for line in log))
+
+
+def test_one_that_stands_by_dies_with_the_supervisor(start: Start) -> None:
+    supervised = start(workers=1, core="standby")
+    supervised.all_up(3)
+    descriptor = os.pidfd_open(supervised.pids["standby"])
+    supervised.process.kill()
+    wait_until_dead(descriptor)
+
+
 def test_a_child_killed_while_stopping_is_not_started_again(start: Start) -> None:
     supervised = start(workers=1, worker="stubborn")
     supervised.all_up(2)
@@ -207,6 +243,17 @@ socket.recv_multipart()  # nothing will come: frozen
 """
 
 
+STOPS_AT_START = {
+    "polite": "polite",
+    "zmq": """
+import os, signal, sys
+with open(sys.argv[1], "a") as file:
+    file.write(f"core {os.getpid()}\\n")
+os.kill(os.getpid(), signal.SIGSTOP)  # it will never speak over zmq
+""",
+}
+
+
 def test_a_frozen_core_is_killed_and_started_again(start: Start) -> None:
     supervised = start(workers=1, core=FREEZES)
     supervised.all_up(2)
@@ -237,6 +284,26 @@ def test_a_worker_without_a_pulse_is_killed_and_started_again(start: Start) -> N
     assert int(pid) != frozen
     assert supervised.pids["w1"] == other
     supervised.wait_for_log(lambda log: any('event="child is frozen, killing it" child=w0' in line for line in log))
+
+
+@pytest.mark.parametrize("core", ["polite", "zmq"])
+def test_one_that_stops_before_its_first_word_is_killed_soon(start: Start, core: str) -> None:
+    """Not after the minutes that a slow start may take."""
+    stopped = "worker" if core == "polite" else "core"
+    supervised = start(workers=1, worker="stopped" if stopped == "worker" else "pulsed", core=STOPS_AT_START[core])
+    supervised.all_up(2)
+    name = "w0" if stopped == "worker" else "core"
+    first = supervised.pids[name]
+    while supervised.pids[name] == first:
+        supervised.event()
+    said = "child is frozen, killing it" if name == "w0" else "the core is frozen, killing it"
+    supervised.wait_for_log(lambda log: any(said in line for line in log))
+
+
+def test_a_slow_start_is_no_death(start: Start) -> None:
+    supervised = start(workers=2, worker="slow")
+    supervised.all_up(3)
+    assert not any("frozen" in line for line in supervised.log), "".join(supervised.log)
 
 
 def test_a_worker_that_computes_is_not_taken_for_frozen(start: Start) -> None:

@@ -10,6 +10,8 @@ was started again goes on in FILE.1, FILE.2, ...
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,8 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Message
 from scheduler_svc.core.tenants import NO_LIMITS, LimitsFile
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1
 _LARGEST = 256 * 1024 * 1024  # bytes of an entry
@@ -74,7 +78,7 @@ class RecordingCore(Core):
         limits: LimitsFile = NO_LIMITS,
     ) -> None:
         super().__init__(config, now, incarnation, limits)
-        self._file = _create(path)
+        self._file: BinaryIO | None = _create(path)
         self._encode = msgspec.msgpack.Encoder().encode
         self._write(Header(FORMAT, config, limits, now, self.incarnation))
 
@@ -125,18 +129,39 @@ class RecordingCore(Core):
             for destination, message in items:
                 kind = TO_EXECUTOR if destination.kind == EXECUTOR else TO_WORKER
                 self._note(kind, 0.0, destination.peer, self._encode(message))
-        self._file.flush()  # what was sent is on record even if this process dies
+        if self._file is not None:
+            try:
+                self._file.flush()  # what was sent is on record even if this process dies
+            except OSError as error:
+                self._give_up(error)
         return items
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError as error:
+                self._give_up(error)
 
     def _note(self, kind: str, now: float, peer: bytes = b"", data: bytes = b"") -> None:
         self._write(Entry(kind, now, peer, data))
 
     def _write(self, value: Header | Entry) -> None:
+        if self._file is None:
+            return
         data = self._encode(value)
-        self._file.write(len(data).to_bytes(4, "little") + data)
+        try:
+            self._file.write(len(data).to_bytes(4, "little") + data)
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """The disk is full, say. No stream is lost for the sake of a record: it ends here."""
+        log.error("the record ends here", extra={"reason": str(error)})
+        file, self._file = self._file, None
+        if file is not None:
+            with contextlib.suppress(OSError):  # what was buffered goes nowhere either
+                file.close()
 
 
 def read(path: Path) -> tuple[Header, Iterator[Entry]]:

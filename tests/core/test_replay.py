@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -44,6 +45,26 @@ def test_the_record_is_for_its_owner_only_and_none_is_overwritten(tmp_path: Path
     recorded(1, path, 60)
     assert path.read_bytes() == first
     assert (tmp_path / "record.1").stat().st_size > len(first)
+
+
+def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    driver = driver_of(1, record=tmp_path / "record")
+    for _ in range(100):
+        driver.event()
+    core = driver.world.core
+    assert isinstance(core, RecordingCore)
+    assert core._file is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, core._file.fileno())
+    os.close(full)
+    driver.finish()
+    driver.check()
+    core.close()
+    assert [record.message for record in caplog.records].count("the record ends here") == 1
+    header, entries = recording.read(tmp_path / "record")
+    _, counts, difference = replay(header, entries)
+    assert difference is None
+    assert counts
 
 
 def test_another_policy_shows_at_its_first_plan(

@@ -33,7 +33,7 @@ from executor_svc.models.load import load_model
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="GGUF file or Hugging Face folder")
-    parser.add_argument("--weights", choices=("float16", "float32"), default="float16")
+    parser.add_argument("--weights", choices=("float16", "float32", "int8"), default="float16")
     parser.add_argument("--threads", type=int, help="CPU threads of the bare loop (default: all cores)")
     parser.add_argument("--rows", type=int, default=32, help="sequences in the batch, and concurrency of the services")
     parser.add_argument("--input-tokens", type=int, default=128, help="of random prompts")

@@ -3,9 +3,11 @@
 ::
 
     python -m bench.compare_peers --model models/SmolLM2-135M-Instruct.Q4_1.gguf --workload workload.json \\
-        --vllm-python PYTHON --hf-model DIR --openvino-python PYTHON --ov-model DIR --repeats 3 --json out.json
+        --weights float16,int8 --vllm-python PYTHON --hf-model DIR \\
+        --openvino-python PYTHON --ov-model fp32=DIR --ov-model int8=DIR --repeats 3 --json out.json
 
-All peers must have been given the same (dequantised) weights. Every repeat rotates the prompts, so that no prefix
+All peers must have been given the same (dequantised) weights; ratios are ours, for each of our weight types, over each
+engine's. Every repeat rotates the prompts, so that no prefix
 cache can answer from an earlier repeat; ``prefix`` is the case where requests of one wave share 512 tokens. A peer is
 stopped (SIGSTOP) while another runs. A repeat during which other processes used more than ``--disturbed`` of the
 machine is marked and kept out of the medians where undisturbed ones exist.
@@ -21,6 +23,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,7 @@ class Case:
     output_tokens: int
 
 
+OURS = "stepwire"
 CASES = {
     "single": Case("single", 1, 128),
     "b8": Case("batch", 8, 128),
@@ -50,6 +54,7 @@ CASES = {
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="Stepwire's model: GGUF file or folder")
+    parser.add_argument("--weights", default="float16", help="Stepwire's weight types, comma-separated")
     parser.add_argument("--executor-flags", default="", help="more flags for executor_svc, in one string")
     parser.add_argument("--workload", type=Path, required=True)
     parser.add_argument("--cases", default=",".join(CASES))
@@ -58,14 +63,18 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path)
     parser.add_argument("--hf-model", type=Path)
     parser.add_argument("--openvino-python", type=Path)
-    parser.add_argument("--ov-model", type=Path)
+    parser.add_argument(
+        "--ov-model", action="append", default=[], metavar="NAME=DIR", help="may be given several times"
+    )
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs (default: a temporary one)")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if (args.vllm_python is None) != (args.hf_model is None):
         parser.error("--vllm-python and --hf-model go together")
-    if (args.openvino_python is None) != (args.ov_model is None):
+    if (args.openvino_python is None) != (not args.ov_model):
         parser.error("--openvino-python and --ov-model go together")
+    if not all("=" in model for model in args.ov_model):
+        parser.error("--ov-model: NAME=DIR, as fp32=smollm2-ov-fp32")
     unknown = set(args.cases.split(",")) - set(CASES)
     if unknown:
         parser.error(f"--cases {sorted(unknown)}: some of {', '.join(CASES)}")
@@ -77,9 +86,12 @@ def start_engines(args: argparse.Namespace, logs: Path, stack: ExitStack) -> lis
     makers: list[Callable[[], Engine]] = []
     if args.vllm_python:
         makers.append(lambda: Vllm(args.vllm_python, args.hf_model, logs))
-    if args.openvino_python:
-        makers.append(lambda: OpenVino(args.openvino_python, args.ov_model, logs))
-    makers.append(lambda: Stepwire(args.model, logs, args.executor_flags.split()))
+    for model in args.ov_model:
+        kind, _, folder = model.partition("=")
+        makers.append(partial(OpenVino, args.openvino_python, Path(folder), logs, f"openvino-{kind}"))
+    for weights in args.weights.split(","):
+        flags = ["--weights", weights, *args.executor_flags.split()]
+        makers.append(partial(Stepwire, args.model, logs, flags, f"{OURS}-{weights}"))
     engines = []
     for make in makers:
         engine = make()
@@ -135,7 +147,8 @@ def brief(result: dict[str, Any]) -> str:
 
 
 def summarise(results: dict[str, dict[str, list[dict[str, Any]]]], limit: float) -> dict[str, dict[str, Any]]:
-    """Medians of each case and engine over undisturbed, complete runs, and Stepwire's figure over each peer's."""
+    """Medians of each case and engine over undisturbed, complete runs; ``ratios``: each of our weight types' figures
+    over the engine's."""
     report: dict[str, dict[str, Any]] = {}
     for case, by_engine in results.items():
         rows = report[case] = {}
@@ -152,34 +165,38 @@ def summarise(results: dict[str, dict[str, list[dict[str, Any]]]], limit: float)
                     "tpot_ms": statistics.median(run["tpot_ms"]["mean"] for run in chosen),
                     "duration_s": statistics.median(run["duration_s"] for run in chosen),
                 }
-        ours = rows.get("stepwire", {})
-        for row in rows.values():
-            if "output_throughput" in ours and "output_throughput" in row:
-                row["throughput_ratio"] = ours["output_throughput"] / row["output_throughput"]
-                row["decode_ratio"] = ours["decode_rate"] / row["decode_rate"]
+        measured = {name: row for name, row in rows.items() if "output_throughput" in row}
+        ours = {name.removeprefix(f"{OURS}-"): row for name, row in measured.items() if name.startswith(OURS)}
+        for row in measured.values():
+            row["ratios"] = {
+                weights: {key: mine[key] / row[key] for key in ("output_throughput", "decode_rate")}
+                for weights, mine in ours.items()
+            }
     return report
 
 
-RATIOS = (("throughput_ratio", 13), ("decode_ratio", 14))
-
-
 def render(report: dict[str, dict[str, Any]]) -> str:
-    columns = (
-        f"{'tok/s':>9}{'TTFT ms':>10}{'TPOT ms':>9}{'total s':>9}{'tok/s ratio':>13}{'decode ratio':>14}{'quiet':>7}"
+    """A row for each case and engine; per weight type of ours, the ratios of output throughput and of decode rate."""
+    kinds = list(
+        dict.fromkeys(kind for rows in report.values() for row in rows.values() for kind in row.get("ratios", ()))
     )
-    lines = [f"{'case':<8}{'engine':<12}{columns}"]
+    columns = f"{'tok/s':>9}{'TTFT ms':>10}{'TPOT ms':>9}{'total s':>9}{'quiet':>7}"
+    columns += "".join(f"{kind + ' tok/s, decode ratio':>30}" for kind in kinds)
+    lines = [f"{'case':<8}{'engine':<18}{columns}"]
     for case, rows in report.items():
         for name, row in rows.items():
             if "output_throughput" not in row:
-                lines.append(f"{case:<8}{name:<12}  no complete run of {row['runs']}")
+                lines.append(f"{case:<8}{name:<18}  no complete run of {row['runs']}")
                 continue
-            times = f"{row['ttft_ms']:>10.0f}{row['tpot_ms']:>9.1f}{row['duration_s']:>9.2f}"
+            times = (
+                f"{row['ttft_ms']:>10.0f}{row['tpot_ms']:>9.1f}{row['duration_s']:>9.2f}{row['quiet']:>5}/{row['runs']}"
+            )
             ratios = "".join(
-                f"{row[key]:>{width}.2f}" if key in row else " " * (width - 1) + "-" for key, width in RATIOS
+                f"{row['ratios'][kind]['output_throughput']:>24.2f}{row['ratios'][kind]['decode_rate']:>6.2f}"
+                for kind in kinds
+                if kind in row["ratios"]
             )
-            lines.append(
-                f"{case:<8}{name:<12}{row['output_throughput']:>9.1f}{times}{ratios}{row['quiet']:>5}/{row['runs']}"
-            )
+            lines.append(f"{case:<8}{name:<18}{row['output_throughput']:>9.1f}{times}{ratios}")
     return "\n".join(lines)
 
 

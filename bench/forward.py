@@ -1,6 +1,6 @@
 """Time of one forward on the CPU: decode steps by batch size, and prefill by prompt length.
 
-usage: python -m bench.forward MODEL [--weights float16|float32] [--attention numba|torch] [--threads N]
+usage: python -m bench.forward MODEL [--weights float16|float32|int8] [--attention numba|torch] [--threads N]
                                      [--context 256] [--seconds 1.0] [--json FILE]
 
 MODEL is a .gguf file or a Hugging Face folder. Times are the fastest and the median of repeated steps. For the compiled

@@ -44,15 +44,14 @@ class Engine(Protocol):
 class Stepwire:
     """Both services, as a user starts them: ``python -m scheduler_svc`` and ``python -m executor_svc``."""
 
-    name = "stepwire"
-
-    def __init__(self, model: Path, log_dir: Path, extra: list[str]) -> None:
+    def __init__(self, model: Path, log_dir: Path, extra: list[str], name: str = "stepwire") -> None:
+        self.name = name
         self._address, link = f"127.0.0.1:{free_port()}", f"tcp://127.0.0.1:{free_port()}"
         scheduler = [sys.executable, "-m", "scheduler_svc", "--listen", self._address, "--executors", link]
         executor = [sys.executable, "-m", "executor_svc", "--model", str(model), "--scheduler", link, *extra]
-        self._servers = [ServerProcess("scheduler", scheduler, log_dir / "stepwire-scheduler.log")]
+        self._servers = [ServerProcess("scheduler", scheduler, log_dir / f"{name}-scheduler.log")]
         try:
-            self._servers.append(ServerProcess("executor", executor, log_dir / "stepwire-executor.log"))
+            self._servers.append(ServerProcess("executor", executor, log_dir / f"{name}-executor.log"))
             self.pids = [server.pid for server in self._servers]
             self._servers[1].wait_ready(self._ready, START_TIMEOUT)
         except BaseException:
@@ -118,11 +117,10 @@ class Vllm:
 class OpenVino:
     """OpenVINO GenAI in a process of its own, without any server: no transport cost is counted against it."""
 
-    name = "openvino"
-
-    def __init__(self, python: Path, model: Path, log_dir: Path) -> None:
+    def __init__(self, python: Path, model: Path, log_dir: Path, name: str = "openvino") -> None:
+        self.name = name
         worker = Path(__file__).with_name("openvino_worker.py")
-        self._log = (log_dir / "openvino.log").open("wb")
+        self._log = (log_dir / f"{name}.log").open("wb")
         self._process = subprocess.Popen(
             [str(python), str(worker), str(model), "2"],
             stdin=subprocess.PIPE,

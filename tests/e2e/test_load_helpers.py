@@ -160,16 +160,19 @@ def run(rate: float, others: float = 0.0, failures: dict[str, int] | None = None
 
 def test_comparison_leaves_out_disturbed_and_failed_runs() -> None:
     runs = {
-        "stepwire": [run(30), run(50, others=0.5), run(32)],
+        "stepwire-float16": [run(30), run(50, others=0.5), run(32)],
+        "stepwire-int8": [run(62)],
         "vllm": [run(20), run(1, failures={"HTTP 500": 1})],
         "openvino": [run(10, failures={"TimeoutError": 1})],
     }
     report = summarise({"b8": runs}, limit=0.06)["b8"]
-    assert report["stepwire"]["output_throughput"] == 31
-    assert (report["stepwire"]["quiet"], report["stepwire"]["runs"]) == (2, 3)
-    assert report["vllm"]["throughput_ratio"] == pytest.approx(31 / 20)
-    assert report["vllm"]["decode_ratio"] == pytest.approx(31 / 20)
-    assert "throughput_ratio" not in report["openvino"]
+    float16 = report["stepwire-float16"]
+    assert float16["output_throughput"] == 31
+    assert (float16["quiet"], float16["runs"]) == (2, 3)
+    assert report["vllm"]["ratios"]["float16"] == pytest.approx({"output_throughput": 31 / 20, "decode_rate": 31 / 20})
+    assert report["vllm"]["ratios"]["int8"]["output_throughput"] == pytest.approx(62 / 20)
+    assert "ratios" not in report["openvino"]
     text = render({"b8": report})
     assert "no complete run of 1" in text
     assert "1.55" in text
+    assert "3.10" in text

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 AFTER = 3  # crashes in a row
 CONDEMNED_AT = 2  # crashes alone on trial
-STABLE = 10.0  # seconds without a crash, with nobody on trial: all is forgiven
+STABLE = 10.0  # seconds without a crash, with all tried that came within them: all is forgiven
 PROGRESS = 8  # tokens of each choice, with which a trial is passed
 PATIENCE = 10.0  # seconds, after which it is passed without them
 
@@ -45,7 +45,7 @@ class Trials:
         self._file = file
         self._answer = answer
         self._began = now
-        self._held: dict[_Key, front.Submit] = {}
+        self._held: dict[_Key, tuple[front.Submit, float]] = {}  # in order, with the time at which it came
         self._on_trial: dict[_Key, tuple[front.Submit, float]] = {}  # with the time at which it began
         self._judge_the_last()
 
@@ -76,7 +76,7 @@ class Trials:
                 if name_of(message) in self._file.ledger.condemned:
                     self._condemn(peer, message)
                 else:
-                    self._held[peer, message.stream] = message
+                    self._held[peer, message.stream] = message, now
                 return
             if isinstance(message, front.Cancel) and self._held.pop((peer, message.stream), None) is not None:
                 self._answer(peer, front.Failed(message.stream, front.ABORTED, "cancelled"))
@@ -91,10 +91,17 @@ class Trials:
         for key in passed:
             submit, _ = self._on_trial.pop(key)
             self._clear(name_of(submit))
-        if not self._on_trial and self._held:
-            self._begin(now)
-        if not self._on_trial and now - self._began >= STABLE:
+        if self._on_trial:
+            return
+        self._held = {key: value for key, value in self._held.items() if key[0] in self._core.workers.by_peer}
+        oldest = next((came for _, came in self._held.values()), now)
+        if min(oldest, now) - self._began >= STABLE:
             self._forgive()
+            for (peer, _), (submit, _) in self._held.items():
+                self._core.on_front(peer, submit, now)
+            self._held.clear()
+        elif self._held:
+            self._begin(now)
 
     def stopped(self) -> None:
         """The core ends as it was asked to."""
@@ -107,10 +114,9 @@ class Trials:
     def _begin(self, now: float) -> None:
         """The next one to be tried alone, or else the next group."""
         ledger = self._file.ledger
-        self._held = {key: submit for key, submit in self._held.items() if key[0] in self._core.workers.by_peer}
-        alone = [key for key, submit in self._held.items() if name_of(submit) in ledger.suspects]
+        alone = [key for key, (submit, _) in self._held.items() if name_of(submit) in ledger.suspects]
         group = alone[:1] or list(self._held)[: math.isqrt(len(self._held))]
-        self._on_trial = {key: (self._held.pop(key), now) for key in group}
+        self._on_trial = {key: (self._held.pop(key)[0], now) for key in group}
         ledger.trial = [name_of(submit) for submit, _ in self._on_trial.values()]
         self._file.save()
         for (peer, _), (submit, _) in list(self._on_trial.items()):

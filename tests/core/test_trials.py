@@ -135,6 +135,25 @@ def test_groups_are_small_and_cancels_reach_what_is_held(descriptor: int) -> Non
     assert len(worker.accepted) == 25
 
 
+def test_a_steady_flow_of_requests_is_not_held_for_ever(descriptor: int) -> None:
+    """What comes later than the first seconds is let in once all that came in them was tried."""
+    file = LedgerFile(descriptor)
+    file.ledger.running, file.ledger.crashes = True, AFTER - 1
+    file.save()
+    world = TriedWorld(descriptor)
+    worker = world.add_worker()
+    world.add_executor(limits=LIMITS)
+    while LedgerFile(descriptor).ledger.crashes:
+        assert world.now < 1000.0 + 3 * STABLE
+        worker.submit([1, 2], 12)
+        world.run_round()
+        world.tick(0.03)
+    before = len(worker.accepted)
+    worker.submit([1, 2], 12)
+    assert len(worker.accepted) == before + 1
+    world.run_all()
+
+
 def test_a_ledger_that_was_cut_off_is_an_empty_one(descriptor: int) -> None:
     os.pwrite(descriptor, (99).to_bytes(4, "little") + b"\x85", 0)
     assert LedgerFile(descriptor).ledger == Ledger()

@@ -67,10 +67,11 @@ def _sub(parameters: dict[str, Any], key: str) -> dict[str, Any]:
 def _parse(
     settings: Settings, family: HFFamily, values: dict[str, Any], sources: list[dict[str, Any]], head_dim: int
 ) -> RopeConfig:
-    kinds = {source.get(key) for source in sources for key in ("rope_type", "type")} - {None, "default"}
-    if len(kinds) > 1:
-        raise CheckpointError(f"config: rope types {sorted(map(str, kinds))} contradict each other")
-    kind = kinds.pop() if kinds else "default"
+    stated = [source.get(key) for source in sources for key in ("rope_type", "type")]
+    kinds = [kind for kind in stated if kind not in (None, "default")]
+    kind = kinds[0] if kinds else "default"
+    if any(other != kind for other in kinds):
+        raise CheckpointError(f"config: rope types {kinds} contradict each other")
     if family.name == "phi3" and kind in ("su", "yarn"):
         kind = "longrope"  # as its first files were spelt
     if not isinstance(kind, str) or kind not in _KEYS:

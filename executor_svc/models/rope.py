@@ -31,10 +31,7 @@ def inverse_frequencies(rope: RopeConfig, dim: int, num_positions: int) -> torch
         factors = rope.long_factors if num_positions > rope.original_context else rope.short_factors
         return 1.0 / (torch.tensor(factors, dtype=torch.float32) * rope.theta**exponents)
     if rope.kind == "dynamic":
-        lengths = torch.arange(1, num_positions + 1).clamp(min=rope.original_context)
-        stretch = (rope.factor * lengths / rope.original_context) - (rope.factor - 1)
-        bases = rope.theta * stretch ** (dim / (dim - 2))
-        return 1.0 / (bases[:, None] ** exponents)
+        return _dynamic(rope, exponents, num_positions)
     inverse = 1.0 / (rope.theta**exponents)
     if rope.kind == "linear":
         return inverse / rope.factor
@@ -57,6 +54,20 @@ def _llama3(inverse: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     between = (1 - smooth) * slowed / rope.factor + smooth * slowed
     is_between = ~(wavelength < high_wavelength) & ~(wavelength > low_wavelength)
     return torch.where(is_between, between, slowed)
+
+
+def _dynamic(rope: RopeConfig, exponents: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """The base grows with the length p + 1 beyond the original context. One row at a time, as the reference does it:
+    a power's last bit can depend on where in a large tensor it stands."""
+    power = len(exponents) / (len(exponents) - 1)  # dim / (dim - 2)
+
+    def row(length: torch.Tensor) -> torch.Tensor:
+        stretch = (rope.factor * length / rope.original_context) - (rope.factor - 1)
+        return 1.0 / ((rope.theta * stretch**power) ** exponents)
+
+    lengths = torch.arange(rope.original_context, max(num_positions, rope.original_context) + 1)
+    rows = torch.stack([row(length) for length in lengths])
+    return torch.cat([rows[:1].expand(rope.original_context - 1, -1), rows])[:num_positions]
 
 
 def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
@@ -98,9 +109,9 @@ def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Ten
 
 
 def table_digest(*tables: torch.Tensor | None) -> str:
-    """Hex, of the first rows: what tells tables apart that one checkpoint can be served with (``longrope``), and not
-    how long they are."""
+    """Hex, of the first rows: enough to tell apart the tables that one checkpoint can be served with (``longrope``),
+    and not how long they are."""
     digest = hashlib.sha256()
     for table in tables:
-        digest.update(b"" if table is None else table[:1024].numpy().tobytes())
+        digest.update(b"" if table is None else table[:16].numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -85,8 +85,9 @@ def test_tables_equal_transformers(rope: str) -> None:
     ("rope", "attention"), [*((rope, "numba") for rope in ROPES), ("dynamic", "torch"), ("yarn", "torch")]
 )
 def test_logits_within_and_beyond_the_original_context(tmp_path: Path, load: Any, rope: str, attention: str) -> None:
-    """Prefill across the original context's end, then decode; all that differs is the table, for both ways. The reference is fed token by token for ``dynamic``:
-    fed at once, it would turn the first keys by what suits the whole."""
+    """Prefill across the original context's end, then decode; all that differs is the table, for both ways. The
+    reference is fed token by token for ``dynamic``: fed at once, it would turn the first keys by what suits the
+    whole."""
     folder = make(tmp_path / "m", rope)
     ids = random_ids(LENGTH, seed=3)
     model = load(folder, "float32", attention)

@@ -85,6 +85,7 @@ class Sessions:
             core.outbox.to_executor(session, refused)
             return
         executor = core.fleet.join(session, hello, now)
+        version = max(set(hello.versions) & set(step.PROTOCOL_VERSIONS))
         log.info(
             "executor joined",
             extra={
@@ -92,9 +93,10 @@ class Sessions:
                 "model": executor.model.name,
                 "blocks": executor.num_blocks,
                 "slots": executor.limits.max_slots,
+                "protocol": version,
             },
         )
-        self._welcome(executor, max(set(hello.versions) & set(step.PROTOCOL_VERSIONS)))
+        self._welcome(executor, version)
         core.assets.announce(executor)
         core.fleet_changed = True
         core.front_desk.model_came(executor.model.name, now)

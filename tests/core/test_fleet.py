@@ -50,6 +50,36 @@ def test_conflicting_executors_are_refused_by_name() -> None:
     del world.executors[b"y"]
 
 
+@pytest.mark.parametrize(
+    ("core", "executor", "spoken"),
+    [
+        ((1,), (1, 2), 1),
+        ((1,), (2, 1), 1),
+        ((2, 1), (1,), 1),
+        ((2, 1), (1, 2), 2),
+        ((3, 2), (2, 1), 2),
+        ((1,), (2,), 0),
+        ((3, 2), (1,), 0),
+    ],
+)
+def test_the_newest_version_that_both_speak(
+    core: tuple[int, ...], executor: tuple[int, ...], spoken: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step, "PROTOCOL_VERSIONS", core)
+    world = World()
+    other = SimExecutor()
+    world.add_executor(SimExecutor("before"))
+    world.executors[b"s"] = other
+    world.from_executor(b"s", msgspec.structs.replace(other.hello(), versions=executor))
+    if spoken:
+        assert [m.version for m in other.received if isinstance(m, step.Welcome)] == [spoken]
+        return
+    reason = refused(other)
+    assert str(list(executor)) in reason
+    assert str(core[0]) in reason
+    assert len(world.core.fleet.sessions) == 1, "the one before stays"
+
+
 def test_other_weights_may_follow_when_nobody_is_left() -> None:
     world, worker = simple_world()
     (session,) = world.executors

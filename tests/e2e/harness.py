@@ -27,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire import Client
-from tests.e2e.process import START_TIMEOUT, TIMEOUT, Process, bounded, children, gone, name_of
+from tests.e2e.process import POLL, START_TIMEOUT, TIMEOUT, Process, bounded, children, gone, name_of
 from tests.e2e.status import StatusClient
 
 # One thread: the tests share the machine. Compiled kernels are kept between processes.
@@ -159,6 +159,12 @@ class Cluster:
             self._status = StatusClient(self.front_endpoint)
         return self._status.get(**query)
 
+    def forget_status(self) -> None:
+        """Before the run folder becomes another one."""
+        if self._status is not None:
+            self._status.close()
+            self._status = None
+
     @property
     def front_endpoint(self) -> str:
         return f"ipc://{self.run_dir / 'front.sock'}"
@@ -194,18 +200,28 @@ class HealthWatch:
 
     def __init__(self, address: str, service: str = "") -> None:
         self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
-        self._call = health_pb2_grpc.HealthStub(self._channel).Watch(health_pb2.HealthCheckRequest(service=service))
+        self._request = health_pb2.HealthCheckRequest(service=service)
+        self._call = health_pb2_grpc.HealthStub(self._channel).Watch(self._request)
+        self._closed = threading.Event()
         self._changed = threading.Condition()
         self.seen: list[str] = []
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def _read(self) -> None:
-        with contextlib.suppress(grpc.RpcError):
-            for response in self._call:
-                with self._changed:
-                    self.seen.append(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
-                    self._changed.notify_all()
+        while True:
+            with contextlib.suppress(grpc.RpcError):
+                for response in self._call:
+                    with self._changed:
+                        self.seen.append(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+                        self._changed.notify_all()
+            if self._closed.wait(POLL):
+                return
+            # Its worker left, or none was there just then: a new call is a new look.
+            try:
+                self._call = health_pb2_grpc.HealthStub(self._channel).Watch(self._request)
+            except ValueError:  # closed at this moment
+                return
 
     def wait_for(self, status: str, timeout: float = TIMEOUT, check: Callable[[], None] = lambda: None) -> None:
         """Waits until the newest status is this one; ``check`` is called now and then, and may fail."""
@@ -218,6 +234,7 @@ class HealthWatch:
                 self._changed.wait(min(left, 0.5))
 
     def close(self) -> None:
+        self._closed.set()
         self._call.cancel()
         self._channel.close()
         self._thread.join(5)

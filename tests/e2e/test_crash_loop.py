@@ -8,7 +8,9 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,6 +55,76 @@ def test_its_port_is_taken(restartable: Cluster) -> None:
         health.wait_for("SERVING")
         assert [answer.ids for answer in running.result()] == expected
     settled(restartable)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of sixteen files at most."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=16", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root mounts")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("how", ["full", "read-only"])
+def test_its_folder_takes_nothing(restartable: Cluster, small_disk: Path, how: str) -> None:
+    """The socket between core and API workers cannot be made: no spinning, the reason in the log, and all goes on."""
+    usual, restartable.run_dir = restartable.run_dir, small_disk / "run"
+    try:
+        restartable.restart_scheduler("--core-down-limit", "60")
+        restartable.wait_ready()
+        messages = [request(random_prompt(10 + i, seed=i), OUTPUT, **GREEDY) for i in range(4)]
+        expected = [answer.ids for answer in generate(restartable.address, messages)]
+        began = threading.Event()
+        scheduler = restartable.scheduler
+        assert scheduler is not None
+        with ThreadPoolExecutor(1) as pool, HealthWatch(restartable.address) as health:
+            running = pool.submit(generate, restartable.address, messages, lambda i, answer: began.set())
+            assert began.wait(TIMEOUT)
+            with unwritable(restartable, small_disk, how):
+                health.wait_for("NOT_SERVING")
+                for _ in bounded(TIMEOUT, "the core is not started again"):
+                    ends = ENDED.findall(scheduler.text())
+                    if len(ends) >= 4:
+                        break
+                assert [float(delay) for _, delay in ends[:4]] == [0.0, 0.1, 0.2, 0.4]
+                assert re.search(r"scheduler core: .*(No space left|Read-only|in use)", scheduler.text())
+                assert not running.done(), "open streams wait"
+            health.wait_for("SERVING")
+            assert [answer.ids for answer in running.result()] == expected
+        settled(restartable)
+    finally:
+        restartable.forget_status()
+        restartable.run_dir = usual
+
+
+@contextlib.contextmanager
+def unwritable(cluster: Cluster, disk: Path, how: str) -> Iterator[None]:
+    """Kills the core when its folder takes no new file; at the end it does again."""
+    assert cluster.scheduler is not None
+    if how == "read-only":
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        cluster.kill("core")
+        yield
+        subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+        return
+    os.kill(cluster.scheduler.pid, signal.SIGSTOP)
+    core = cluster.kill("core")
+    for _ in bounded(TIMEOUT, "the core does not end"):
+        if gone(core):
+            break
+    (disk / "run" / "front.sock").unlink()
+    fillers = [disk / str(i) for i in range(32)]
+    with contextlib.suppress(OSError):
+        for filler in fillers:
+            filler.touch()
+    os.kill(cluster.scheduler.pid, signal.SIGCONT)
+    yield
+    for filler in fillers:
+        filler.unlink(missing_ok=True)
 
 
 @pytest.mark.timeout(400)

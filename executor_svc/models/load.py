@@ -76,7 +76,7 @@ def load_model(
 
         builder = CudaBuilder(config, rope, weights, device, local)
         kv_bytes = WEIGHTS[weights].itemsize
-    _fill(builder, checkpoint, progress)
+    _fill(builder, checkpoint, weights == "float16", progress)
     numerics = builder.numerics()
     facts = ModelFacts(
         name=name or (path.stem if path.suffix == ".gguf" else path.resolve().name),
@@ -107,12 +107,12 @@ def _served(config: ModelConfig, context_length: int | None) -> ModelConfig:
     return dataclasses.replace(config, context_length=context_length)
 
 
-def _fill(builder: CpuBuilder, checkpoint: Checkpoint, progress: Progress | None) -> None:
+def _fill(builder: CpuBuilder, checkpoint: Checkpoint, half: bool, progress: Progress | None) -> None:
     """Hand over each parameter, whole layers as soon as they are complete: the model is never twice in memory."""
     config = checkpoint.config
     pending: dict[int, dict[str, torch.Tensor]] = {}
     wanted = [len(layer_shapes(config, index)) for index in range(config.num_layers)]
-    for parameter, tensor in _counted(checkpoint, progress):
+    for parameter, tensor in _counted(checkpoint, half, progress):
         match = _LAYER.fullmatch(parameter)
         if match is not None:
             index = int(match[1])
@@ -129,9 +129,9 @@ def _fill(builder: CpuBuilder, checkpoint: Checkpoint, progress: Progress | None
                 builder.set_head(tensor)
 
 
-def _counted(checkpoint: Checkpoint, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _counted(checkpoint: Checkpoint, half: bool, progress: Progress | None) -> Iterator[tuple[str, torch.Tensor]]:
     total = len(parameter_shapes(checkpoint.config))
-    for done, item in enumerate(checkpoint.tensors(), 1):
+    for done, item in enumerate(checkpoint.tensors(half), 1):
         yield item
         if progress is not None:
             progress(done, total)

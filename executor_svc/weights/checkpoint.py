@@ -20,8 +20,9 @@ class Checkpoint(Protocol):
     assets: dict[str, bytes]
     fingerprint: str
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Canonical name and float32 or float16 tensor, each exactly once; one tensor in memory at a time.
+    def tensors(self, half: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Canonical name and float32 or float16 tensor, each exactly once; one tensor in memory at a time. ``half`` is
+        for a model that keeps float16: a matrix that would be made float32 here comes as float16, in half the memory.
 
         Raises ``CheckpointError`` on a surplus, repeated, mis-shaped or missing tensor.
         """

@@ -46,10 +46,10 @@ class HFCheckpoint:
             self.config, self.assets = read_assets(self._folder, parsed)
         self.fingerprint = fingerprint_files(self.config.canonical_json(), sorted(self._shards))
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return checked_tensors(self.config, canonical_tensors(self.config, self._raw_tensors()))
+    def tensors(self, half: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        return checked_tensors(self.config, canonical_tensors(self.config, self._raw_tensors(half)))
 
-    def _raw_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _raw_tensors(self, half: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for path, promised in self._shards.items():
             file = path.name
             try:
@@ -60,7 +60,7 @@ class HFCheckpoint:
                         raise CheckpointError(f"{file}: does not hold what {_INDEX} says: {odd}")
                     for name in sorted(names):
                         if not _DERIVED.fullmatch(name):
-                            yield name, _as_float(file, name, shard.get_tensor(name))
+                            yield name, _as_float(file, name, shard.get_tensor(name), half)
             except (SafetensorError, OSError, ValueError, RuntimeError) as error:
                 raise CheckpointError(f"{file}: {error}") from error
 
@@ -94,7 +94,9 @@ def _promised(index: bytes) -> dict[str, set[str]]:
     return promised
 
 
-def _as_float(file: str, name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _as_float(file: str, name: str, tensor: torch.Tensor, half: bool) -> torch.Tensor:
     if tensor.dtype not in _DTYPES:
         raise CheckpointError(f"{file}: tensor {name} has dtype {tensor.dtype}, which is not supported")
-    return tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    if tensor.dtype != torch.bfloat16:
+        return tensor
+    return tensor.half() if half and tensor.ndim > 1 else tensor.float()

@@ -64,9 +64,9 @@ def test_values_are_the_librarys_own(kind: Quantization, tmp_path: Path, monkeyp
         {name: (kind, random_blocks(kind, *shape, seed=i)) for i, (name, shape) in enumerate(shapes.items())},
     )
     header = read_header(path)
-    tensors = dict(GGUFTensors(path, header.tensors))
+    tensors = dict(GGUFTensors(path, header.tensors).read_all())
     monkeypatch.setattr("executor_svc.weights.gguf_tensors._CHUNK", 1000)  # not a multiple of any row
-    in_small_parts = dict(GGUFTensors(path, header.tensors))
+    in_small_parts = dict(GGUFTensors(path, header.tensors).read_all())
     for tensor in GGUFReader(path).tensors:
         expected = tensor.data if kind in PLAIN else dequantize(tensor.data, kind)
         assert tensors[tensor.name].shape == shapes[tensor.name]
@@ -74,6 +74,9 @@ def test_values_are_the_librarys_own(kind: Quantization, tmp_path: Path, monkeyp
         for ours in (tensors, in_small_parts):
             assert ours[tensor.name].dtype == expected.dtype
             assert np.array_equal(ours[tensor.name], expected)
+        half = GGUFTensors(path, header.tensors).read(header.tensors[tensor.name], half=True)
+        assert half.dtype == (np.float32 if kind == Quantization.F32 else np.float16)
+        assert np.array_equal(half, expected.astype(half.dtype))
 
 
 @pytest.mark.parametrize("kind", sorted(set(Quantization) - SUPPORTED), ids=lambda kind: kind.name)

@@ -2,6 +2,7 @@
 # make serve                both services, until Ctrl-C
 # make test                 lint, types and tests, without the long campaigns; make test-all runs those too
 # make test-kernels         the CUDA kernels alone, without a GPU
+# make gpu-check            on a GPU machine: the same on the device, under its sanitizer, end to end, measured
 # make lint | format | protos | bench | constraints | clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -20,7 +21,7 @@ endif
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: run serve test test-all test-kernels lint format protos bench constraints clean run-deps dev-deps
+.PHONY: run serve test test-all test-kernels gpu-check lint format protos bench constraints clean run-deps dev-deps
 
 run: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) -- \
@@ -37,6 +38,11 @@ test: lint $(MODEL)
 
 test-kernels: $(VENV)/.dev
 	$(PY) -m pytest tests/kernels -m "not slow" -n 2
+
+# In whatever environment has torch for the GPU and cupy: see docs/cuda.md. Figures go to .run/gpu-check.
+GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+gpu-check:
+	@$(GPU_PYTHON) -m bench.gpu_check
 
 test-all: lint $(MODEL)
 	$(PY) -m pytest

@@ -2,10 +2,11 @@
 
 usage: python -m bench.kernels [--seconds 0.3] [--json FILE]
 
-Decode is measured in bytes of KV read, beside a device-to-device copy (its bytes read and written); prefill in
-multiply-adds, beside a bf16 matrix product. Both stand beside torch's scaled_dot_product_attention over the same keys
-and values, contiguous (it does not page). Times are medians of CUDA events, launch included; the L2 cache is flushed
-before each decode. Without a GPU it ends with one line.
+Decode is measured in bytes of KV read, beside the faster of a read stream and a device-to-device copy (its bytes read
+and written); prefill in multiply-adds, beside a bf16 matrix product. Both stand beside torch's
+scaled_dot_product_attention and compiled FlexAttention over as many keys and values, contiguous (they do not page).
+Times are medians of CUDA events, launch included; the L2 cache is flushed before each decode. Without a GPU it ends
+with one line.
 """
 
 from __future__ import annotations
@@ -115,6 +116,26 @@ def contiguous_attention(work: Workload) -> Callable[[], Any] | None:
     return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
 
 
+def flex_attention(work: Workload) -> Callable[[], Any] | None:
+    """torch's FlexAttention, compiled, over rows of one length; None for skewed workloads."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    if len(set(work.past)) > 1:
+        return None
+    batch, past, new = len(work.past), work.past[0], work.new[0]
+    q = torch.randn(batch, KV_HEADS * work.group, new, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+    k, v = (torch.randn(batch, KV_HEADS, past + new, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+
+    def visible(b: Any, h: Any, query: Any, key: Any) -> Any:
+        return query + past >= key
+
+    mask = None
+    if new > 1:
+        mask = create_block_mask(visible, None, None, new, past + new, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
+
+
 def median_seconds(run: Callable[[], Any], seconds: float, flush: torch.Tensor | None = None) -> float:
     """Median time of one call on the device, over about ``seconds``; at least five calls, after three to warm up."""
     times: list[float] = []
@@ -140,6 +161,12 @@ def copy_rate(seconds: float) -> float:
     return 2 * COPY_BYTES / median_seconds(lambda: target.copy_(source), seconds)
 
 
+def read_rate(seconds: float) -> float:
+    """Bytes a second of a sum over memory, which reads and writes nothing."""
+    source = torch.zeros(COPY_BYTES // 4, dtype=torch.float32, device="cuda")
+    return COPY_BYTES / median_seconds(source.sum, seconds)
+
+
 def product_rate(seconds: float) -> float:
     """Operations a second of a bf16 matrix product, a multiply-add counted as two."""
     left, right = (torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda") for _ in range(2))
@@ -151,8 +178,9 @@ class Result:
     name: str
     microseconds: float
     rate: float  # GB/s or TFLOP/s
-    share: float  # of the copy or the matrix product
+    share: float  # of the stream or the matrix product
     torch_microseconds: float | None
+    flex_microseconds: float | None
 
 
 def _measure(launcher: CupyLauncher, work: Workload, seconds: float, peak: float, flush: torch.Tensor | None) -> Result:
@@ -160,10 +188,21 @@ def _measure(launcher: CupyLauncher, work: Workload, seconds: float, peak: float
     case = PagedCase(launcher, work)
     ours = median_seconds(case.run, seconds, flush)
     del case
-    other = contiguous_attention(work)
-    theirs = None if other is None else median_seconds(other, seconds, flush) * 1e6
+    theirs = [_other(make, work, seconds, flush) for make in (contiguous_attention, flex_attention)]
     rate = (work.kv_bytes if flush is not None else work.flops) / ours
-    return Result(work.name, ours * 1e6, rate / (1e9 if flush is not None else 1e12), rate / peak, theirs)
+    return Result(work.name, ours * 1e6, rate / (1e9 if flush is not None else 1e12), rate / peak, *theirs)
+
+
+def _other(
+    make: Callable[[Workload], Callable[[], Any] | None], work: Workload, seconds: float, flush: torch.Tensor | None
+) -> float | None:
+    """Microseconds; None where it cannot run the workload, with one line if that was not known before."""
+    try:
+        run = make(work)
+        return None if run is None else median_seconds(run, seconds, flush) * 1e6
+    except Exception as error:  # another library's failure is no reason to lose our own figures
+        print(f"{work.name}: {make.__name__}: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        return None
 
 
 def main() -> None:
@@ -174,17 +213,27 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench.kernels: no CUDA device")
     launcher = CupyLauncher()
-    copy, product = copy_rate(options.seconds), product_rate(options.seconds)
-    print(f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s, bf16 product {product / 1e12:.0f} TFLOP/s")
+    copy, read, product = copy_rate(options.seconds), read_rate(options.seconds), product_rate(options.seconds)
+    stream = max(copy, read)
+    print(
+        f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s, read {read / 1e9:.0f} GB/s, "
+        f"bf16 product {product / 1e12:.0f} TFLOP/s"
+    )
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    results = [_measure(launcher, work, options.seconds, copy, flush) for work in decode_workloads()]
+    results = [_measure(launcher, work, options.seconds, stream, flush) for work in decode_workloads()]
     results += [_measure(launcher, work, options.seconds, product, None) for work in prefill_workloads()]
     for result in results:
-        beside = "" if result.torch_microseconds is None else f"  torch {result.torch_microseconds:9.1f} us"
+        others = (("sdpa", result.torch_microseconds), ("flex", result.flex_microseconds))
+        beside = "".join(f"  {name} {value:9.1f} us" for name, value in others if value is not None)
         unit = "GB/s" if result.name.startswith("decode") else "TFLOP/s"
         print(f"{result.name:44} {result.microseconds:9.1f} us {result.rate:7.0f} {unit} {result.share:6.1%}{beside}")
     if options.json:
-        figures = {"copy_bytes_per_s": copy, "product_flops": product, "results": [asdict(r) for r in results]}
+        figures = {
+            "copy_bytes_per_s": copy,
+            "read_bytes_per_s": read,
+            "product_flops": product,
+            "results": [asdict(r) for r in results],
+        }
         with open(options.json, "w") as file:
             json.dump(figures, file, indent=1)
 

@@ -38,7 +38,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     except DeviceUnavailable as error:
-        print(f"executor: --device {config.device}: {error}", file=sys.stderr)
+        print(f"executor: --device {config.device}: {error}; use --device cpu", file=sys.stderr)
         return 2  # as for an option that cannot be
     except (CheckpointError, ValueError, OSError, MemoryError) as error:
         # Everything that a user can put right: one line, no traceback.

@@ -21,6 +21,10 @@ def use_device(wanted: bool) -> None:
     _on_device = wanted
 
 
+def on_device() -> bool:
+    return _on_device
+
+
 def make_launcher(check_races: bool = True) -> Launcher:
     """For tests that hold their tensors on the host."""
     return MirrorLauncher(CupyLauncher()) if _on_device else PtxLauncher(check_races)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import subprocess
+import dataclasses
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from bench import decode, gpu_check, kernels
 from bench.kernels import Workload, decode_workloads, prefill_workloads
+from tests.kernels.backends import make_device
+from tests.kernels.tiny_models import LLAMA
 
 
 def test_workloads_count_what_they_say() -> None:
@@ -23,7 +30,56 @@ def test_workloads_count_what_they_say() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a device is here")
-def test_one_line_without_a_device() -> None:
-    result = subprocess.run([sys.executable, "-m", "bench.kernels"], capture_output=True, text=True, check=False)
-    assert result.returncode == 1
-    assert result.stderr.strip() == "bench.kernels: no CUDA device"
+@pytest.mark.parametrize(
+    ("main", "status", "line"),
+    [
+        (kernels.main, "bench.kernels: no CUDA device", ""),
+        (decode.main, 2, "bench.decode: no usable NVIDIA GPU here (torch sees none)\n"),
+        (gpu_check.main, 2, "gpu-check: no usable NVIDIA GPU here (torch sees none)\n"),
+    ],
+)
+def test_one_line_without_a_device(
+    main: Callable[[], int], status: int | str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(main())
+    assert caught.value.code == status  # a text is printed by the interpreter
+    assert capsys.readouterr() == ("", line)
+
+
+class _HostTimer:
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def microseconds(self, first: float, second: float) -> float:
+        return (second - first) * 1e6
+
+
+@pytest.mark.nvrtc
+def test_the_decode_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stand-in: its figures mean nothing, its code is what a device will run."""
+    monkeypatch.setattr(decode, "WARM_UP", 1)
+    model = decode.random_model(dataclasses.replace(LLAMA, num_layers=1), make_device(), "bfloat16")
+    for graphs in (True, False):
+        result = decode.measure(model, 2, 15, 3, graphs, 1e9, _HostTimer())
+        assert (result.batch, result.graphs) == (2, graphs)
+        assert result.step_us > 0
+        assert result.gap_us_p99 >= result.gap_us_p50 >= 0
+    shape = (64, 4 * 64 + 2 * 2 * 64, 4 * 64 * 64, 3 * 96 * 64)  # norms, q k v, output, MLP
+    expected = 2 * (2 * 64 + shape[1] * 64 + shape[2] + shape[3] + 96 * 64) + 2 * 100 * model.facts.kv_bytes_per_token
+    assert decode.step_bytes(model.config, model.facts, 2, 100) == expected
+
+
+def test_gpu_check_has_every_part(tmp_path: Path) -> None:
+    names = [name for name, _ in gpu_check.parts(tmp_path)]
+    assert names[0] == "kernel tests on the device"
+    assert {"memcheck", "racecheck", "both services", "kernels, measured", "decode steps, measured"} <= set(names)
+    for _, command in gpu_check.parts(tmp_path):
+        for word in command or []:
+            assert not word.startswith("tests/") or Path(word.split("::")[0]).exists(), word
+
+
+def test_a_sanitizer_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert not gpu_check.run("memcheck", None)
+    assert "memcheck: no compute-sanitizer here" in capsys.readouterr().out

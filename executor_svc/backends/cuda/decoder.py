@@ -49,8 +49,13 @@ class CudaDecoder(Decoder):
         self.ops.begin_step(metadata)
         return self.compute(self.ops.gather_ids(last_tokens), self.ops.step.wanted)
 
+    def allocate_kv_cache(self, num_blocks: int, block_size: int) -> None:
+        self._graphs = None  # they hold the former cache's addresses
+        super().allocate_kv_cache(num_blocks, block_size)
+
     def reserve(self, max_rows: int, max_tokens: int, block_size: int) -> None:
-        """Take the memory that steps of that size need besides weights, cache and activations."""
+        """Take the memory that steps of that size need besides weights, cache and activations. Drops graphs."""
+        self._graphs = None
         self.ops.reserve(max_rows, max_tokens, block_size)
 
     @torch.inference_mode()

@@ -121,7 +121,7 @@ def open_device() -> CudaDevice:
     from executor_svc.kernels import nvrtc
 
     if not torch.cuda.is_available():
-        raise DeviceUnavailable("no usable NVIDIA GPU here (torch sees none); use --device cpu")
+        raise DeviceUnavailable("no usable NVIDIA GPU here (torch sees none)")
     try:
         nvrtc.version()
         return CudaDevice()

@@ -56,9 +56,15 @@ def _with_assets(config: ModelConfig, fields: dict[str, Any]) -> tuple[ModelConf
     config = dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys(eos)))
     out = {
         "tokenizer.json": tokenizer.json,
-        "tokenizer_config.json": asset_files.tokenizer_config(tokenizer.bos, tokenizer.eos, tokenizer.add_bos),
-        "generation_config.json": asset_files.generation_config(config, config.eos_token_ids, {}),
+        "tokenizer_config.json": asset_files.tokenizer_config(tokenizer.bos, tokenizer.eos, None),
+        "generation_config.json": asset_files.generation_config(config, config.eos_token_ids, _sampling(fields)),
     }
     if template:
         out["chat_template.jinja"] = template.encode()
     return config, out
+
+
+def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """``general.sampling.*``, by the names of a generation config."""
+    stated = {name: fields.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    return {name: value for name, value in stated.items() if isinstance(value, int | float)}

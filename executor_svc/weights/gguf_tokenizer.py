@@ -18,11 +18,12 @@ MODELS = ("gpt2", "llama")  # byte-level BPE, and SentencePiece BPE
 
 @dataclass(slots=True, frozen=True)
 class BuiltTokenizer:
+    """``json`` says itself whether ``bos`` goes before a text."""
+
     json: bytes
     special_tokens: list[tuple[int, str]]
     bos: str | None
     eos: str | None
-    add_bos: bool
 
 
 def build_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> BuiltTokenizer:
@@ -45,7 +46,7 @@ def build_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> BuiltTokenize
     if add_bos:
         assert bos is not None
         tokenizer.post_processor = framed(bos, tokens.index(bos), byte_level=kind == "gpt2")
-    return BuiltTokenizer(tokenizer.to_str().encode(), special, bos, eos, add_bos)
+    return BuiltTokenizer(tokenizer.to_str().encode(), special, bos, eos)
 
 
 def framed(bos: str, index: int, byte_level: bool) -> Any:

@@ -20,6 +20,11 @@ from executor_svc.weights.gguf_header import read_header
 from executor_svc.weights.gguf_tensors import GGUFTensors
 from executor_svc.weights.gguf_tokenizer import build_tokenizer
 
+_SAMPLING = {
+    "temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
+
 
 class GGUFCheckpoint:
     """See ``Checkpoint``."""

@@ -212,6 +212,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.kernels: no CUDA device")
+    torch.cuda.set_stream(torch.cuda.Stream())
     launcher = CupyLauncher()
     copy, read, product = copy_rate(options.seconds), read_rate(options.seconds), product_rate(options.seconds)
     stream = max(copy, read)

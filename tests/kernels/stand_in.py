@@ -43,6 +43,7 @@ class StandIn:
         self.replays = 0
         self.waits = 0
         self.pinned_bytes = 0
+        self.broken = False  # set by tests
 
     def pinned(self, size: int) -> torch.Tensor:
         self.pinned_bytes += size
@@ -76,6 +77,9 @@ class StandIn:
     def measure(self, run: Callable[[], None]) -> int:
         run()
         return 1 << 20
+
+    def usable(self) -> bool:
+        return not self.broken
 
     def description(self) -> str:
         return "a stand-in"

@@ -173,3 +173,20 @@ def test_faults_cost_their_rows_alone() -> None:
         assert [(f.slot, f.status) for f in gpu.faults] == [(f.slot, f.status) for f in cpu.faults]
         seen += [(fault.slot, fault.status) for fault in gpu.faults]
     assert seen == [(2, BAD_PARAMETER), (1, NON_FINITE), (1, NON_FINITE)]
+
+
+def test_a_lost_device_ends_the_process() -> None:
+    """An error alone loses the epoch; one after which the device does not answer ends the process."""
+    pair = Pair(graphs=False)
+    if not isinstance(pair.device, StandIn):
+        pytest.skip("a real device is not broken for a test")
+    pair.run(admitted=[pair.planner.admission(0, [1, 2], [0])], prefill=[(0, 2)])
+
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    pair.runner._forward = fail  # type: ignore[method-assign]
+    step = pair.planner.plan(decode=[0])
+    pair.device.broken = True
+    with pytest.raises(SystemExit, match="the device is lost: forward: RuntimeError: CUDA error"):
+        pair.gpu.worker.execute_plan(step)

@@ -52,6 +52,10 @@ class Device(Protocol):
         """Bytes that ``run`` holds at once at most, beyond what was held before."""
         ...
 
+    def usable(self) -> bool:
+        """False after an error that the process cannot go on from: every later call fails, too."""
+        ...
+
     def description(self) -> str:
         """The device and the versions that decide its results."""
         ...
@@ -109,6 +113,13 @@ class CudaDevice:
         taken = torch.cuda.max_memory_reserved(self._index) - held
         # What is not torch's (kernel images, workspaces of libraries) stays, and shows in the device's own figure.
         return max(taken, before.free - torch.cuda.mem_get_info(self._index)[0])
+
+    def usable(self) -> bool:
+        try:
+            torch.cuda.synchronize(self._index)
+        except RuntimeError:
+            return False
+        return True
 
     def description(self) -> str:
         major, minor = torch.cuda.get_device_capability(self._index)

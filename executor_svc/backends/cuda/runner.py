@@ -9,6 +9,7 @@ import torch
 from executor_svc.backends.cuda.decoder import CudaDecoder
 from executor_svc.backends.cuda.prompt_scores import DevicePromptScores
 from executor_svc.backends.cuda.sampler import DeviceSampler
+from executor_svc.errors import PlanError
 from executor_svc.metadata import StepMetadata
 from executor_svc.model_runner import MainOutput, ModelRunner, step_failure
 from executor_svc.pieces import split
@@ -62,4 +63,18 @@ class CudaRunner(ModelRunner):
             scores = main_output.scores if isinstance(main_output, DeviceOutput) else None
             return self._sampler.sample(main_output.logits, rows, self.last_tokens, scores, self._with_earlier_faults)
         except Exception as error:
+            self._check_device(error)
             raise step_failure("sampling", error) from error
+
+    def execute_main_model(self, metadata: StepMetadata) -> MainOutput | None:
+        try:
+            return super().execute_main_model(metadata)
+        except PlanError as error:
+            self._check_device(error)
+            raise
+
+    def _check_device(self, error: Exception) -> None:
+        """A device that is lost makes every further step fail: the process leaves, and whoever watches starts it
+        again. The core continues the sequences elsewhere meanwhile."""
+        if not self.model.device.usable():
+            raise SystemExit(f"executor: the device is lost: {error}") from error

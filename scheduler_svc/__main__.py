@@ -153,6 +153,14 @@ def run_dir(given: Path | None) -> Iterator[Path]:
         (given / SOCKET_NAME).unlink(missing_ok=True)
 
 
+def nameless_file() -> int:
+    """For what one core leaves to the next; in memory, so that no full disk keeps it away. Ends with the processes."""
+    if sys.platform == "linux":
+        return os.memfd_create("core-ledger")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 def patience(args: argparse.Namespace) -> Patience:
     grace = float(args.leave_grace if args.leave_grace is not None else DEFAULT_LEAVE_GRACE)
     limit = float(args.drain_limit if args.drain_limit is not None else DEFAULT_DRAIN_LIMIT)
@@ -175,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if len(os.fsencode(path)) > MAX_SOCKET_PATH:
                 raise ValueError(f"--run-dir {folder}: its path is too long for a socket")
             front = f"ipc://{path}"
-            ledger = os.memfd_create("core-ledger")  # closed with this process
+            ledger = nameless_file()
             command = core_command(args, front, rest, ledger)
             core = Child("core", command, descriptors=(ledger,), standby_after=STANDBY_AFTER)
             workers = [

@@ -85,8 +85,8 @@ class Child:
     With a ``watch`` it gets ``--pulse-fd N``, and is killed, and so started again, when it has no pulse.
     ``descriptors`` are open in every one of its processes.
 
-    With ``standby_after`` another process is started so many seconds after a start, with ``--standby-fd N``: it gets
-    ready and waits (standby.py), so that the next start takes no time.
+    With ``standby_after``, which goes with no ``watch``, another process is started so many seconds after a start, with
+    ``--standby-fd N``: it gets ready and waits (standby.py), so that the next start takes no time.
     """
 
     def __init__(
@@ -106,6 +106,7 @@ class Child:
         self._backoff = backoff or Backoff()
         self._watch = watch
         self._descriptors = tuple(descriptors)
+        assert watch is None or standby_after is None
         self._standby_after = standby_after
         self._standby: _Standby | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -245,8 +246,9 @@ class Child:
         assert self._watch is not None
         watch = self._watch
         if self._process is not None:
-            first, _ = await first_of(pulse.until_first_beat(), until_idle(self._process.pid))
-            if first == 1:
+            idle = until_idle(self._process.pid)
+            first, _ = await first_of(pulse.until_first_beat(), idle, asyncio.sleep(watch.startup))
+            if first != 0:
                 return pulse.silent
         while True:
             silent = await pulse.until_silent(watch.startup, watch.silence)

@@ -31,11 +31,12 @@ async def beat(descriptor: int) -> None:
 
 
 async def computing(pid: int) -> bool:
-    """Whether a thread of the process runs, waits for a CPU or a disk, or has run within the last moments."""
+    """Whether a thread of the process runs, waits for a CPU or a disk, or has run within the last moments; True as well
+    where nothing says so."""
     before = _threads(pid)
     await asyncio.sleep(INTERVAL)
     after = _threads(pid)
-    return any(state in "RD" for state, _ in after) or sum(t for _, t in after) > sum(t for _, t in before)
+    return not after or any(state in "RD" for state, _ in after) or sum(t for _, t in after) > sum(t for _, t in before)
 
 
 async def until_idle(pid: int) -> None:

@@ -113,7 +113,6 @@ def _of_kind(kind: str, settings: Settings, rope: Settings) -> dict[str, Any]:
         attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
         return {
             "original_context": original,
-            "factor": factor,
             "attention_factor": attention if stated_attention is None else rope.number("attention_factor"),
             "short_factors": rope.numbers("short_factor"),
             "long_factors": rope.numbers("long_factor"),

@@ -7,6 +7,7 @@ and what the core had to do for it: preemptions, and its own processor time a st
 
     --executors 8 --slots 512 --requests 100000     sizes that no test machine has
     --executors 1000 --requests 20000               where one core ends: its processor time against the devices'
+    --requests 10000 --burst                        all of them at once; half of each tenant's share a prefix
 
 Results follow from ``--seed`` alone, but for the processor times.
 """
@@ -31,8 +32,10 @@ import numpy as np
 from executor_svc.simulate_model import StepTimes
 from protos import front, step
 from protos.wire import pack_int32, unpack_int32
+from scheduler_svc.core import garbage
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
+from scheduler_svc.core.loop import WORKER_FRAMES_A_TURN
 from scheduler_svc.core.outbox import EXECUTOR
 from scheduler_svc.prefix_hash import block_hashes
 
@@ -53,7 +56,7 @@ class Arrival:
     limit: int  # max_tokens asked for
 
 
-def trace(requests: int, rate: float, seed: int, long_prompts: float) -> Iterator[Arrival]:
+def trace(requests: int, rate: float, seed: int, long_prompts: float, burst: bool) -> Iterator[Arrival]:
     """Arrivals at ``rate`` a second on average: a quiet stream, and bursts of ten times as many for a tenth of the
     time. Tenant ``flood`` sends half of all, four others share the rest; one in ten is of a higher class, one in ten of
     a lower one. Prompts are log-normal around 200 tokens, ``long_prompts`` of them 8,000 to 32,000."""
@@ -64,7 +67,7 @@ def trace(requests: int, rate: float, seed: int, long_prompts: float) -> Iterato
         if now >= until:
             fast = not fast
             until = now + draw.expovariate(1.0 / (2.0 if fast else 18.0))
-        now += draw.expovariate(rate * (5.0 if fast else 0.55))
+        now += 0.0 if burst else draw.expovariate(rate * (5.0 if fast else 0.55))
         tenant = "flood" if draw.random() < 0.5 else f"t{draw.randrange(4)}"
         priority = draw.choices([-1, 0, 1], [1, 8, 1])[0]
         prompt = min(4000, 1 + int(draw.lognormvariate(5.3, 0.9)))
@@ -72,7 +75,8 @@ def trace(requests: int, rate: float, seed: int, long_prompts: float) -> Iterato
             prompt = draw.randrange(8000, 32000)
         outputs = min(2000, 1 + int(draw.lognormvariate(4.5, 0.8)))
         limit = outputs if draw.random() < 0.5 else min(4000, 4 * outputs)  # half of them end before their limit
-        yield Arrival(now, tenant, priority, prompt, 0 if draw.random() < 0.5 else 64, outputs, limit)
+        shared = 0 if draw.random() < 0.5 else 512 if burst else 64
+        yield Arrival(now, tenant, priority, prompt + shared, shared, outputs, limit)
 
 
 class VirtualExecutor:
@@ -134,7 +138,8 @@ class Simulation:
         self.received = 0
         self.refused = 0
         self.cpu = 0.0
-        self.longest_turn = 0.0
+        self.longest: list[tuple[float, str]] = []  # the longest turns: processor time, what came in
+        self.turns: list[float] = []  # processor seconds
         self.plans = 0
         self.plan_rows = 0
 
@@ -149,9 +154,10 @@ class Simulation:
             self.executors[session] = VirtualExecutor(session, times, options.slots, self.ends)
             hello = step.Hello(step.PROTOCOL_VERSIONS, f"e{i}", i, card, limits)
             core.on_executor(session, hello, self.now)
-        self.turn()
+        self.turn(0.0, "the start")
+        garbage.take_over()
         started = time.process_time()
-        source = trace(options.requests, options.rate, options.seed, options.long_prompts)
+        source = trace(options.requests, options.rate, options.seed, options.long_prompts, options.burst)
         following = next(source, None)
         while following is not None or self.events or core.streams.by_key:
             times_ahead = [self.events[0][0]] if self.events else []
@@ -163,19 +169,25 @@ class Simulation:
             self.now = max(self.now, min(times_ahead))
             # What comes within a tenth of a millisecond is met in one turn, as by the real loop.
             until = self.now + 1e-4
-            began = time.process_time()
+            results: list[tuple[bytes, step.StepResult]] = []
+            submits: list[front.Submit] = []
             while self.events and self.events[0][0] <= until:
-                _, _, session, result = heapq.heappop(self.events)
-                core.on_executor(session, result, self.now)
-            while following is not None and following.at <= until:
-                self.submit(following)
+                results.append(heapq.heappop(self.events)[2:])
+            while following is not None and following.at <= until and len(submits) < WORKER_FRAMES_A_TURN:
+                submits.append(self.submit(following))
                 following = next(source, None)
-            if deadline is not None and deadline <= self.now:
+            tick = deadline is not None and deadline <= self.now
+            began = time.process_time()
+            for session, result in results:
+                core.on_executor(session, result, self.now)
+            for submit in submits:
+                core.on_front(WORKER, submit, self.now)
+            if tick:
                 core.on_tick(self.now)
-            self.turn(began)
+            self.turn(began, f"{len(results)} results, {len(submits)} requests{', a tick' if tick else ''}")
         return self.report(time.process_time() - started)
 
-    def submit(self, arrival: Arrival) -> None:
+    def submit(self, arrival: Arrival) -> front.Submit:
         number = len(self.arrivals)
         self.arrivals.append(arrival)
         name = f"r{number}"
@@ -188,23 +200,24 @@ class Simulation:
             own = arrival.prompt // BLOCK - len(hashes) // 16
             salt = number.to_bytes(8, "little")
             hashes += b"".join(salt + i.to_bytes(8, "little") for i in range(own))
-        self.core.on_front(
-            WORKER,
-            front.Submit(
-                stream=number, request_id=name, model="m", prompt=prompt.tobytes(), choices=(front.Choice(0),),
-                sampling=step.SamplingParams(), max_tokens=arrival.limit, tenant=arrival.tenant,
-                priority=arrival.priority, arrival=arrival.at, block_hashes=hashes,
-            ),
-            self.now,
+        return front.Submit(
+            stream=number, request_id=name, model="m", prompt=prompt.tobytes(), choices=(front.Choice(0),),
+            sampling=step.SamplingParams(), max_tokens=arrival.limit, tenant=arrival.tenant,
+            priority=arrival.priority, arrival=arrival.at, block_hashes=hashes,
         )  # fmt: skip
 
-    def turn(self, began: float = 0.0) -> None:
-        began = began or time.process_time()
+    def turn(self, began: float, what: str) -> None:
+        advanced = time.process_time()
         self.core.advance(self.now)
         items = self.core.take_outbox()
-        spent = time.process_time() - began
+        ended = time.process_time()
+        spent = ended - (began or advanced)
         self.cpu += spent
-        self.longest_turn = max(self.longest_turn, spent)
+        self.turns.append(spent)
+        if len(self.longest) < 8 or spent > self.longest[0][0]:
+            waiting = len(self.core.fleet.models["m"].queue)
+            what += f"; {waiting} waiting, {1e3 * (ended - advanced):.1f} ms of it for plans"
+            (heapq.heappushpop if len(self.longest) == 8 else heapq.heappush)(self.longest, (spent, what))
         for destination, message in items:
             if destination.kind == EXECUTOR:
                 if isinstance(message, step.StepPlan):
@@ -261,7 +274,8 @@ class Simulation:
             "prefix_hit_blocks": core.residency.prefix_hits,
             "core_cpu_seconds": round(self.cpu, 1),
             "core_cpu_us_a_plan": round(1e6 * self.cpu / max(self.plans, 1), 1),
-            "longest_turn_ms": round(1e3 * self.longest_turn, 1),
+            "turn_ms": quantiles(1e3 * np.array(self.turns)),
+            "longest_turns": [f"{1e3 * spent:.1f} ms: {what}" for spent, what in sorted(self.longest, reverse=True)],
             "core_share_of_real_time": round(self.cpu / took, 3),
             "cpu_seconds_of_the_run": round(cpu, 1),
             "largest_tenant_requests": max(kinds.values()),
@@ -284,6 +298,7 @@ def main() -> int:
     add("--slots", type=int, default=512)
     add("--requests", type=int, default=100_000)
     add("--rate", type=float, default=1500.0, help="arrivals a second, of virtual time")
+    add("--burst", action="store_true", help="all requests at once; half of each tenant's share 512 tokens")
     add("--seed", type=int, default=1)
     add("--kv-blocks", type=int, default=16384)
     add("--batch-tokens", type=int, default=8192)

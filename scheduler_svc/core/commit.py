@@ -177,6 +177,8 @@ class Committer:
     def _send(self, delivery: _Delivery) -> None:
         """One Tokens message for each worker that has some."""
         if not delivery.tokens:
+            if not delivery.logprobs:
+                return
             delivery.add(_NONE, _NONE, _NO_CHOICES, _NONE)  # prompt logprobs may come without a token
         workers, streams, tokens = (
             columns[0] if len(columns) == 1 else np.concatenate(columns)
@@ -187,7 +189,7 @@ class Committer:
         if len(workers) and not delivery.logprobs and (workers == workers[0]).all():
             self._send_to(int(workers[0]), streams, choices, tokens, delivery)
             return
-        for index in sorted({*np.unique(workers).tolist(), *delivery.logprobs}):
+        for index in sorted({*workers.tolist(), *delivery.logprobs}):
             mine = workers == index
             self._send_to(index, streams[mine], choices[mine] if choices is not None else None, tokens[mine], delivery)
 

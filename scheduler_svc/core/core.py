@@ -192,7 +192,12 @@ class Core:
     def _survey(self, now: float) -> None:
         """End requests that no executor could take for too long."""
         for entry in list(self.fleet.models.values()):
-            for sequence in entry.queue:
+            usable = [e.max_sequence_tokens for e in entry.executors if e.status is ExecutorStatus.READY]
+            most = max(usable, default=0)
+            for sequence in list(entry.queue.unordered()):
+                if sequence.limit <= most and not sequence.outputs:
+                    sequence.unroutable_since = 0.0
+                    continue
                 if any(self.routing.may_admit(executor, sequence) for executor in entry.executors):
                     sequence.unroutable_since = 0.0
                     continue

@@ -29,7 +29,9 @@ from scheduler_svc.core.tenants import LimitsFile
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.reloaded import INTERVAL, Reloaded
 
-_FRAMES_A_TURN = 512  # from each socket, so that neither starves the other or the plans
+# From each socket, so that neither starves the other or the plans, and no turn is long.
+_EXECUTOR_FRAMES_A_TURN = 512
+WORKER_FRAMES_A_TURN = 32
 _LONGEST_WAIT = 1.0  # seconds
 _STALL = 0.5  # seconds more that a turn took: others' silence in that time says nothing about them
 _ENDINGS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -105,9 +107,9 @@ class Shell:
                 core.on_stall(now)
             turned = now
             if self._executors in ready:
-                self._receive(self._executors, self._decode_step, core.on_executor, now)
+                self._receive(self._executors, _EXECUTOR_FRAMES_A_TURN, self._decode_step, core.on_executor, now)
             if self._workers in ready:
-                self._receive(self._workers, self._decode_front, on_front, now)
+                self._receive(self._workers, WORKER_FRAMES_A_TURN, self._decode_front, on_front, now)
             for kind, monitor in self._monitors.items():
                 if monitor in ready:
                     self._count_endings(kind, monitor, now)
@@ -151,11 +153,12 @@ class Shell:
     def _receive(
         self,
         source: zmq.Socket[bytes],
+        most: int,
         decode: Callable[[bytes], Any],
         apply: Callable[[bytes, Any, float], None],
         now: float,
     ) -> None:
-        for _ in range(_FRAMES_A_TURN):
+        for _ in range(most):
             try:
                 frames = source.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -12,7 +12,6 @@ A steady step is a few vector operations over the rows; Python work is spent onl
 from __future__ import annotations
 
 import struct
-from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.pipeline import PlanRecord, Rows, make_record
 from scheduler_svc.core.prefix_cache import Prefix
 from scheduler_svc.core.residency import Residency
-from scheduler_svc.core.routing import Routing
+from scheduler_svc.core.routing import Left, Routing
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.slots import PREFILL
 from scheduler_svc.core.suspects import Suspects
@@ -34,6 +33,8 @@ from scheduler_svc.core.workers import Workers
 
 _NONE = np.empty(0, dtype=np.int32)
 _NO_ROWS = np.empty(0, dtype=np.intp)
+_MOST_LOOKED_AT = 128  # waiting for a prefix, in one plan: what it costs has a bound
+_MOST_PEAKS = 8  # peaks of KV (kv_peak.py) that one plan works out
 _LOGPROB_VALUES = 2**18  # of prompt tokens that one plan may ask for: 2 MB of its result
 
 
@@ -41,8 +42,8 @@ class Draft:
     """A plan under construction."""
 
     __slots__ = (
-        "admitted", "appended_blocks", "appended_slots", "budget", "credit", "decode", "logprob_values", "prefill",
-        "sampled",
+        "admitted", "appended_blocks", "appended_slots", "budget", "credit", "decode", "logprob_values", "peaks_left",
+        "prefill", "sampled",
     )  # fmt: skip
 
     def __init__(self, budget: int) -> None:
@@ -54,6 +55,7 @@ class Draft:
         self.prefill: list[tuple[int, int, int]] = []  # (slot, generation, count)
         self.sampled: list[int] = []  # prefill slots whose last known token runs: they sample
         self.logprob_values = _LOGPROB_VALUES
+        self.peaks_left = _MOST_PEAKS
         self.credit: dict[int, policy.Room] = {}  # by worker index (absent: plenty)
 
 
@@ -183,8 +185,8 @@ class Planner:
         full = executor.table.free == 0 or executor.pool.available == 0
         if full and alone is None and not self._idle(executor, draft, self._may_run(executor, draft, now)):
             return  # the common case under load, for nothing
-        left_to: Counter[bytes] = Counter()
-        others = [other for other in executor.model.ready if other is not executor]
+        left = Left(self._routing.others(executor, now) if alone is None else [])
+        for_prefix = 0
         for sequence in [alone] if alone is not None else executor.model.queue:
             if draft.budget <= 0:
                 sequence.waits_for = "a step with tokens to spare"
@@ -210,13 +212,13 @@ class Planner:
                 alone = sequence
             hits = self._residency.lookup(executor, sequence)
             if executor.filling and alone is None and self._awaits_prefix(executor, sequence, hits.count, now):
+                for_prefix += 1
+                if for_prefix == _MOST_LOOKED_AT:
+                    return  # who computes what they wait for is at work here
                 continue
-            if others and alone is None:
-                elsewhere = self._routing.better_place(executor, others, sequence, hits, left_to, now)
-                if elsewhere is not None:
-                    left_to[elsewhere.session] += 1
-                    sequence.waits_for = "its turn on a better placed executor"
-                    continue
+            if left.others and alone is None and self._routing.is_left(executor, sequence, hits, left, now):
+                sequence.waits_for = "its turn on a better placed executor"
+                continue
             room = self._make_room(executor, sequence, hits, draft, now)
             if room is None:
                 return
@@ -249,7 +251,10 @@ class Planner:
         while True:
             headroom = 0 if alone else self._routing.headroom(executor)
             if table.free and self._residency.has_blocks(executor, sequence, hits, headroom):
-                if alone or self._routing.peak_fits(executor, sequence):
+                if alone or self._routing.limits_fit(executor, sequence):
+                    return hits
+                draft.peaks_left -= 1
+                if draft.peaks_left >= 0 and self._routing.peak_fits(executor, sequence):
                     return hits
                 sequence.waits_for = "KV that those which run may come to need"
             else:

@@ -260,6 +260,7 @@ def queued_tokens_are_counted_wrong(patch: Patch) -> None:
 @bug("could start there")
 def what_fits_is_not_admitted(patch: Patch) -> None:
     patch.setattr(Routing, "peak_fits", lambda self, executor, sequence: False)
+    patch.setattr(Routing, "limits_fit", lambda self, executor, sequence: False)
 
 
 @bug("could run there|could start there")

@@ -114,15 +114,26 @@ def probe(address: str, interval: float, line: Connection) -> None:
 # -- the bench ---------------------------------------------------------------------------------------------------------
 
 
-class Worker:
-    """The API worker process."""
+def free_port() -> int:
+    with socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        port: int = probe_socket.getsockname()[1]
+        return port
 
-    def __init__(self, front: str, log: Path) -> None:
-        with socket.socket() as probe_socket:
-            probe_socket.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe_socket.getsockname()[1]}"
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of a process so far, of all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class Worker:
+    """An API worker process, once it serves."""
+
+    def __init__(self, front: str, log: Path, name: str = "bench") -> None:
+        self.address = f"127.0.0.1:{free_port()}"
         command = [sys.executable, "-m", "scheduler_svc.api", "--front", front, "--listen", self.address]
-        command += ["--worker-name", "bench", "--leave-grace", "0", "--drain-limit", "1", "--max-streams", "16384"]
+        command += ["--worker-name", name, "--leave-grace", "0", "--drain-limit", "1", "--max-streams", "16384"]
         command += ["--log-level", "debug", "--log-format", "json"]
         self._log = log
         with log.open("wb") as file:
@@ -133,10 +144,13 @@ class Worker:
             )
             next(state for state in watch if state.status == health_pb2.HealthCheckResponse.SERVING)
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def cpu(self) -> float:
-        """Seconds of processor time, of all its threads."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        """Seconds of processor time."""
+        return cpu_seconds(self.pid)
 
     def first_tokens(self) -> dict[str, dict[str, Any]]:
         """The worker's own record of each first token (``scheduler_svc.api.stream``), by request id."""

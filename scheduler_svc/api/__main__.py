@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import secrets
 import signal
@@ -168,6 +169,8 @@ async def _serve(config: ServerConfig, metrics_address: str | None, loop: asynci
     server = ApiServer(config)
     try:
         await server.start()
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection has to look at it again
         if metrics_address:
             server.metrics.serve(*_host_port(metrics_address))
     except (RuntimeError, OSError) as error:

@@ -38,6 +38,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(front.ToWorker, strict=True)
 
 QUIET = 1.2  # seconds
+_MOST_RESTS = 5
 CHUNK_BYTES = 256 * 1024
 
 
@@ -56,8 +57,9 @@ class LinkConfig:
     asset_timeout: float = 10.0  # for one chunk of a file
     status_timeout: float = 10.0  # for one answer about the core itself
     batch: int = 256  # messages handled before others have their turn ...
-    turn: float = 0.002  # ... or time spent on them, and then on the streams that they are for
-    rest: float = 0.002  # between two turns while there is more to do: gRPC reads new calls only where it comes to rest
+    turn: float = 0.002  # ... or time spent on them
+    serve: float = 0.003  # time spent on the streams that they are for, before the socket is looked at again
+    rest: float = 0.002  # between two turns while there is more to do (`CoreLink._rest`)
 
 
 class SessionOver(Exception):
@@ -76,6 +78,8 @@ class CoreLink:
         self.config = config
         self.open: dict[Stream, int] = {}  # -> its number in this session; 0: not submitted in it
         self.damaged_frames = 0
+        self.writing = 0  # messages that gRPC has not written yet
+        self._stuck = 0  # of those, at the last rest: their clients do not read
         self.down_since: float | None = time.monotonic()  # None: up
         self._context = context
         self._on_models = on_models
@@ -261,8 +265,20 @@ class CoreLink:
             emptied = self._receive_some(plain, socket)
             # What is queued holds up what comes after it, be it a new stream's first token: it goes before the writers
             # of all others. Credit bounds it, which they bring about.
-            await self._flow.serve(self.config.turn if emptied else 0.0)
-            await asyncio.sleep(self.config.rest if emptied and self._flow else 0)
+            await self._flow.serve(self.config.serve if emptied else 0.0)
+            if emptied and self._flow:
+                await self._rest()
+            else:
+                await asyncio.sleep(0)
+
+    async def _rest(self) -> None:
+        """Lets gRPC read: new calls come in only where it has nothing else to do, and first it says of every message
+        that it was written."""
+        for _ in range(_MOST_RESTS):
+            await asyncio.sleep(self.config.rest)
+            if self.writing <= self._stuck:
+                break
+        self._stuck = self.writing
 
     def _receive_some(self, plain: zmq.Socket, socket: zmq.asyncio.Socket) -> bool:
         """Takes what is there, as far as it fits into a turn; returns whether that was all."""

@@ -6,6 +6,8 @@ one. What was handed out, or is past the end of the text, is dropped here; what 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -67,7 +69,7 @@ class Logprobs:
             self._next += 1
         return found
 
-    def take(self, choice: int, first: int, ids: list[int]) -> list[pb.TokenLogprob]:
+    def take(self, choice: int, first: int, ids: Sequence[int]) -> list[pb.TokenLogprob]:
         """Those of outputs ``first``... of a choice, whose ids are ``ids``. Raises MissingLogprobs."""
         if not self.wanted or not ids:
             return []

@@ -113,12 +113,14 @@ class InferenceService(pb_grpc.InferenceServicer):
             while (message := await stream.next()) is not None:
                 call.observe(stream, message)
                 stream.writing_since = time.monotonic()
+                self._link.writing += 1
                 try:
                     await context.write(message)
                 except Exception as error:
                     raise ClientGone(repr(error)) from error
                 finally:
                     stream.writing_since = 0.0
+                    self._link.writing -= 1
             self._count_end(stream, call)
         await call.abort_if_refused(context)
 

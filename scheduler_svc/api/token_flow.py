@@ -24,7 +24,7 @@ from protos.wire import pack_int32
 from scheduler_svc.api.stream import Stream
 from scheduler_svc.api.token_batch import guarded
 
-_A_CHOICE, _LEAST = 16, 128  # tokens of allowance
+_A_CHOICE, _LEAST = 32, 128  # tokens of allowance
 _ROUND = 8  # streams served before others have their turn
 
 
@@ -67,13 +67,14 @@ class TokenFlow:
             self._due.setdefault(stream)
 
     async def serve(self, turn: float) -> None:
-        """As many streams as ``turn`` (seconds) allows, but some in any case; and the credit for that."""
-        until = time.monotonic() + turn
+        """As many streams as ``turn`` allows (seconds of processor time: whoever has the processor meanwhile takes none
+        of it), but some in any case; and the credit for that."""
+        until = time.thread_time() + turn
         seen: list[tuple[int, int, int]] = []
         try:
             while True:
                 self._serve_some(_ROUND, seen)
-                if not self or time.monotonic() >= until:
+                if not self or time.thread_time() >= until:
                     break
                 await asyncio.sleep(0)  # the writers, and new calls
         finally:
@@ -106,6 +107,6 @@ class TokenFlow:
         """Tells the core how far this worker is, where that is news."""
         allowance = min(self._window, max(_LEAST, _A_CHOICE * self.choices))
         other = allowance >= 2 * self._allowance or self._allowance >= 2 * allowance
-        if other or self._looked - self._credited >= max(1, allowance // 8):
+        if other or self._looked - self._credited >= max(1, allowance // 16):
             self._credited, self._allowance = self._looked, allowance
             self._send(front.Credit(self._looked, allowance))

@@ -134,7 +134,7 @@ def test_end_ids_have_no_text_either_way() -> None:
         for out in (by_eos, by_id):
             out.push([*hello, dot, *hello])
             assert out.take_text() == "hello"
-            assert out.ids == [*hello, dot]
+            assert out.ids.tolist() == [*hello, dot]
         assert by_eos.end == End(STOP_EOS, dot)
         assert by_id.end == End(STOP_ID, dot)
 

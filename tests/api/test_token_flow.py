@@ -57,7 +57,7 @@ def test_credit_is_for_tokens_looked_at_and_the_allowance_follows_the_choices() 
     for stream in streams:
         flow.touch(cast(Any, stream))
     asyncio.run(flow.serve(0.0))
-    assert [message for message in sent if isinstance(message, front.Credit)][1:] == [front.Credit(140, 1024)]
+    assert [message for message in sent if isinstance(message, front.Credit)][1:] == [front.Credit(140, 2048)]
     sent.clear()
     asyncio.run(flow.serve(10.0))
     assert [message.tokens for message in sent if isinstance(message, front.Credit)] == [700]

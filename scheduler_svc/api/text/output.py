@@ -9,6 +9,7 @@ an EOS token or stop id is no part of the text, unless ``include_stop``; the id 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ class Output:
         self._special_text = special_text
         self._min_tokens = min_tokens
         self._include_stop = include_stop
-        self.ids: list[int] = []
+        self.ids = array("i")  # not a list: the cycle collector would look at every id of every stream
         self.text: list[str] = []  # released, not yet taken
         self.end: End | None = None
 
@@ -70,7 +71,7 @@ class Output:
         ending = next((i for i, t in enumerate(tokens) if t in self._eos or t in self._stop_ids), -1)
         if ending >= 0:
             tokens = tokens[: ending + 1]
-        self.ids += tokens
+        self.ids.extend(tokens)
         if self._detokenizer is not None:
             leave_out = ending >= 0 and not self._include_stop
             self.text.append(self._detokenizer.push(tokens[:-1] if leave_out else tokens))

@@ -32,11 +32,11 @@ def build_tokenizer(fields: Mapping[str, Any], vocab_size: int) -> BuiltTokenize
     if kind not in MODELS:
         raise CheckpointError(f"gguf: tokenizer model {kind!r} is not supported (supported: {list(MODELS)})")
     tokens = _strings(fields, "tokenizer.ggml.tokens")
+    if len(tokens) != vocab_size or len(set(tokens)) != vocab_size:
+        raise CheckpointError(f"gguf: {len(set(tokens))} different tokens, but the embedding has {vocab_size} rows")
     types = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     if not isinstance(types, list) or len(types) != len(tokens):
         raise CheckpointError(f"gguf: tokenizer.ggml.token_type is not a list of {len(tokens)}")
-    if len(tokens) != vocab_size or len(set(tokens)) != vocab_size:
-        raise CheckpointError(f"gguf: {len(set(tokens))} different tokens, but the embedding has {vocab_size} rows")
     if kind == "gpt2":
         tokenizer, special, add_bos = _byte_level(fields, tokens, types)
     else:

@@ -1,0 +1,313 @@
+"""What the scheduler tokenises with, after the assets' path, against the libraries that the vocabularies come from."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from gguf import GGUFWriter
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Library
+
+from executor_svc.weights.checkpoint import open_checkpoint
+from executor_svc.weights.errors import CheckpointError
+from executor_svc.weights.gguf_header import read_header
+from executor_svc.weights.gguf_tokenizer import build_tokenizer
+from executor_svc.weights.pre_tokenizers import STYLES
+from scheduler_svc.api.text.detokenizer import Detokenizer
+from scheduler_svc.api.text.tokenizer import Tokenizer
+from tests.executor.model.texts import WORDS, texts
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+LLAMA3_SPLIT = "|".join(
+    [
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"[^\r\n\p{L}\p{N}]?\p{L}+", r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
+    ]
+)  # fmt: skip
+
+
+def ours(assets: dict[str, bytes]) -> Tokenizer:
+    """As the scheduler makes it of the files that it fetched."""
+    return Tokenizer(assets["tokenizer.json"], json.loads(assets["tokenizer_config.json"]))
+
+
+def assert_same(tokenizer: Tokenizer, expected: Callable[[str], list[int]], sample: list[str]) -> None:
+    wrong = [text for text in sample if tokenizer.encode(text, bos=False) != expected(text)]
+    assert not wrong, f"{len(wrong)} of {len(sample)}: {wrong[:3]!r}"
+
+
+def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
+    detokenizer = Detokenizer(tokenizer.pieces)
+    return "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
+
+
+def split(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def byte_level(pre: str) -> Library:
+    """A trained byte-level vocabulary with the pre-tokenizer as the original tokenizer's file spells it."""
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    own = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library = Library(models.BPE(ignore_merges=pre == "llama-bpe"))
+    library.pre_tokenizer = {
+        "gpt-2": own,
+        "smollm": pre_tokenizers.Sequence([digits, own]),
+        "llama-bpe": split(LLAMA3_SPLIT),
+        "qwen2": split(LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")),
+    }[pre]
+    if pre == "qwen2":
+        library.normalizer = normalizers.NFC()
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=900,
+        special_tokens=[AddedToken(text, special=True, normalized=False) for text in SPECIAL],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts(800, seed=5), trainer)
+    library.add_tokens([AddedToken("<tool é>", special=False, normalized=False)])
+    return library
+
+
+def gguf_assets(path: Path, fields: dict[str, Any]) -> dict[str, bytes]:
+    """``fields`` through a GGUF file and back, as assets."""
+    writer = GGUFWriter(str(path), "llama")
+    for key, value in fields.items():
+        {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}[type(value)](
+            f"tokenizer.ggml.{key}", value
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    built = build_tokenizer(read_header(path).fields, len(fields["tokens"]))
+    return {"tokenizer.json": built.json, "tokenizer_config.json": json.dumps({"bos_token": built.bos}).encode()}
+
+
+def gguf_of(library: Library, pre: str, **more: Any) -> dict[str, Any]:
+    spec = json.loads(library.to_str())
+    vocabulary = spec["model"]["vocab"] | {t["content"]: t["id"] for t in spec["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+    added = {t["content"]: 3 if t["special"] else 4 for t in spec["added_tokens"]}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in spec["model"]["merges"]]
+    return {
+        "model": "gpt2", "pre": pre, "tokens": tokens, "token_type": [added.get(token, 1) for token in tokens],
+        "merges": merges, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+def test_byte_level_vocabularies_through_gguf(pre: str, tmp_path: Path) -> None:
+    library = byte_level(pre)
+    tokenizer = ours(gguf_assets(tmp_path / "a.gguf", gguf_of(library, pre, bos_token_id=1)))
+    sample = texts(1200, seed=1, special=(*SPECIAL, "<tool é>"))
+    assert_same(tokenizer, lambda text: list(library.encode(text, add_special_tokens=False).ids), sample)
+    assert tokenizer.encode("a", bos=True)[:-1] == ([1] if pre == "llama-bpe" else [])
+    for text in sample[:300]:
+        if pre != "qwen2" and not any(special in text for special in SPECIAL):
+            assert decoded(tokenizer, tokenizer.encode(text, bos=False)) == text
+
+
+@pytest.mark.parametrize("pre", STYLES)
+def test_every_pre_tokenizer_keeps_every_byte(pre: str, tmp_path: Path) -> None:
+    tokenizer = ours(gguf_assets(tmp_path / "a.gguf", gguf_of(byte_level("gpt-2"), pre)))
+    for text in texts(150, seed=2):
+        if not STYLES[pre].normalize_nfc:
+            assert decoded(tokenizer, tokenizer.encode(text, bos=False)) == text
+
+
+def test_begin_token_of_a_gguf(tmp_path: Path) -> None:
+    library = byte_level("gpt-2")
+    for more, expected in (({"add_bos_token": True}, [2]), ({"add_bos_token": False}, []), ({}, [])):
+        fields = gguf_of(library, "gpt-2", bos_token_id=2, **more)
+        tokenizer = ours(gguf_assets(tmp_path / "a.gguf", fields))
+        assert tokenizer.encode("", bos=True) == expected, more
+        assert tokenizer.encode("x", bos=True)[:-1] == expected, more
+
+
+def trained(**options: Any) -> bytes:
+    """A SentencePiece model with byte fallback, trained on the words of the texts."""
+    out = io.BytesIO()
+    corpus = [" ".join(WORDS[i : i + 9]) for i in range(len(WORDS))] * 20
+    settings = {"vocab_size": 700, "normalization_rule_name": "identity", "remove_extra_whitespaces": False, **options}
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(corpus), model_writer=out, byte_fallback=True, hard_vocab_limit=False, num_threads=1,
+        minloglevel=2, **settings,
+    )  # fmt: skip
+    return out.getvalue()
+
+
+GEMMA = {"add_dummy_prefix": False, "user_defined_symbols": ["▁▁", "▁▁▁", "▁▁▁▁", "\n\n", "\n", "<tool>"]}
+SPM = {
+    "bpe": {"model_type": "bpe"},
+    "bpe as Gemma's": {"model_type": "bpe", **GEMMA},
+    "bpe of single spaces": {"model_type": "bpe", "remove_extra_whitespaces": True},
+    "bpe with runs of spaces": {"model_type": "bpe", "allow_whitespace_only_pieces": True, "split_digits": True},
+    "unigram": {"model_type": "unigram"},
+    "unigram without a first space": {"model_type": "unigram", "add_dummy_prefix": False},
+}
+
+
+def folder_with(tiny: Path, tmp_path: Path, model: bytes, **config: Any) -> Path:
+    """The tiny model's folder with tokenizer.model in the place of tokenizer.json."""
+    folder = Path(shutil.copytree(tiny, tmp_path / "folder"))
+    (folder / "tokenizer.json").unlink()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "tokenizer.model").write_bytes(model)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", SPM)
+def test_sentencepiece_models(name: str, tiny: Path, tmp_path: Path) -> None:
+    data = trained(**SPM[name])
+    library = sentencepiece.SentencePieceProcessor(model_proto=data)
+    sample = texts(1600, seed=3)
+    if "unigram" in name:  # a run has many segmentations of one score: the two libraries take different ones
+        sample = [text for text in sample if not re.search(r"(.)\1{5,}", text)]
+    assert len(sample) > 1000
+    folder = folder_with(tiny, tmp_path, data, bos_token="<s>", eos_token="</s>")
+    tokenizer = ours(open_checkpoint(folder).assets)
+    assert_same(tokenizer, library.encode, sample)
+    assert tokenizer.encode("a", bos=True)[0] == library.bos_id()
+    for text in sample[:300]:
+        if "single" not in name:
+            assert decoded(tokenizer, tokenizer.encode(text, bos=False)) == text.replace("▁", " ")
+    if "bpe" in name:
+        pieces = range(library.get_piece_size())
+        kinds = [
+            2 if library.is_unknown(i) else 3 if library.is_control(i) else 6 if library.is_byte(i) else 1
+            for i in pieces
+        ]
+        symbols = set(SPM[name].get("user_defined_symbols", ()))
+        tokens = [library.id_to_piece(i) for i in pieces]
+        fields = {
+            "model": "llama", "pre": "default", "tokens": tokens, "scores": [library.get_score(i) for i in pieces],
+            "token_type": [4 if token in symbols else kind for token, kind in zip(tokens, kinds, strict=True)],
+            "bos_token_id": library.bos_id(), "add_space_prefix": SPM[name].get("add_dummy_prefix", True),
+            "remove_extra_whitespaces": "single" in name,
+        }  # fmt: skip
+        from_gguf = ours(gguf_assets(tmp_path / "a.gguf", fields))
+        assert_same(from_gguf, library.encode, sample)
+        assert from_gguf.encode("a", bos=True) == [library.bos_id(), *library.encode("a")]
+
+
+def test_sentencepiece_as_transformers_reads_it(tiny: Path, tmp_path: Path) -> None:
+    """Special tokens in the text: found, and what follows them is a text of its own, as for the legacy Llama class."""
+    data = trained(model_type="bpe")
+    folder = folder_with(
+        tiny, tmp_path, data, bos_token={"content": "<s>"}, eos_token="</s>", add_bos_token=False,
+        added_tokens_decoder={
+            "700": {"content": "<|user|>", "special": True, "rstrip": True},
+            "701": {"content": "<|end|>", "special": True},
+        },
+    )  # fmt: skip
+    library = sentencepiece.SentencePieceProcessor(model_proto=data)
+    assert library.get_piece_size() == 700
+    tokenizer = ours(open_checkpoint(folder).assets)
+    assert tokenizer.encode("a", bos=True) == library.encode("a")
+    expected = [700, *library.encode("hi there"), 701, 1, *library.encode(" x"), 2]
+    assert tokenizer.encode("<|user|> \n hi there<|end|><s> x</s>", bos=False) == expected
+
+
+@pytest.mark.parametrize("stated", [{}, {"add_bos_token": True}])
+def test_a_folder_as_transformers_reads_it(stated: dict[str, bool], tiny: Path, tmp_path: Path) -> None:
+    """A text's first token comes from tokenizer.json (as Llama 3's does) where nothing else is said."""
+    from transformers import PreTrainedTokenizerFast
+
+    folder = Path(shutil.copytree(tiny, tmp_path / "folder"))
+    library = Library.from_file(str(folder / "tokenizer.json"))
+    library.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 1)]
+    )
+    library.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", **stated}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    reference = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = ours(open_checkpoint(folder).assets)
+    for text in texts(1000, seed=6, special=SPECIAL):
+        assert tokenizer.encode(text, bos=True) == reference.encode(text), text
+        assert tokenizer.encode(text, bos=False) == reference.encode(text, add_special_tokens=False), text
+
+
+def test_the_real_model(real_model: Path) -> None:
+    """A GGUF's vocabulary against the same one as the ``gguf`` reader and the original's recipe give it."""
+    assets = open_checkpoint(real_model).assets
+    from gguf import GGUFReader
+
+    fields = {key: f.contents() for key, f in GGUFReader(real_model).fields.items() if key.startswith("tokenizer")}
+    tokens = fields["tokenizer.ggml.tokens"]
+    library = Library(
+        models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=[tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]],
+        )
+    )
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    library.decoder = decoders.ByteLevel()
+    special = [tokens[i] for i, kind in enumerate(fields["tokenizer.ggml.token_type"]) if kind == 3]
+    library.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    from transformers import PreTrainedTokenizerFast
+
+    reference = PreTrainedTokenizerFast(tokenizer_object=library, eos_token="<|im_end|>")
+    sample = texts(1500, seed=4, special=("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+    assert_same(ours(assets), lambda text: list(reference.encode(text, add_special_tokens=False)), sample)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model": "t5"}, "tokenizer model 't5'"),
+        ({"model": "rwkv"}, "tokenizer model 'rwkv'"),
+        ({"pre": "default"}, "pre-tokenizer 'default'"),
+        ({"pre": "smaug-bpe"}, "pre-tokenizer 'smaug-bpe'"),
+        ({"pre": ["gpt-2"]}, "pre-tokenizer ['gpt-2']"),
+        ({"tokens": ["a"] * 904}, "1 different tokens"),
+        ({"token_type": [1]}, "token_type"),
+        ({"merges": ["a b c d"]}, "tokenizer"),
+        ({"merges": "a b"}, "merges"),
+        ({"bos_token_id": 10**6}, "bos_token_id = 1000000"),
+        ({"model": "llama"}, "scores"),
+    ],
+)
+def test_unknown_tokenizers_are_refused_by_name(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    fields = gguf_of(byte_level("gpt-2"), "gpt-2") | change
+    with pytest.raises(CheckpointError) as error:
+        gguf_assets(tmp_path / "a.gguf", fields)
+    assert words in str(error.value)
+
+
+def test_unusable_sentencepiece_models_are_refused(tiny: Path, tmp_path: Path) -> None:
+    folder = folder_with(tiny, tmp_path, b"")
+    for data, words in (
+        (b"", "no pieces"),
+        (b"\xff" * 99, "not a SentencePiece model"),
+        (trained(model_type="char"), "type 4"),
+        (trained(model_type="bpe", treat_whitespace_as_suffix=True), "spaces after words"),
+    ):
+        (folder / "tokenizer.model").write_bytes(data)
+        with pytest.raises(CheckpointError, match=words):
+            open_checkpoint(folder)
+    (folder / "tokenizer.model").write_bytes(trained(model_type="bpe"))
+    (folder / "added_tokens.json").write_text(json.dumps({"<x>": 9999}))
+    with pytest.raises(CheckpointError, match="added token '<x>' has id 9999"):
+        open_checkpoint(folder)
+    (folder / "tokenizer.model").unlink()
+    with pytest.raises(CheckpointError, match=r"no tokenizer\.json and no tokenizer\.model"):
+        open_checkpoint(folder)

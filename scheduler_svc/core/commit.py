@@ -118,7 +118,7 @@ class Committer:
         if table.num_with_stop_ids:
             over |= table.has_stop_ids.take(slots)
         ended: list[tuple[Sequence, int, int]] = []
-        rows = np.flatnonzero(over)
+        rows = over.nonzero()[0]
         if len(rows):
             columns = (slots[rows].tolist(), tokens[rows].tolist(), length[rows].tolist(), stopped[rows].tolist())
             for slot, token, known, is_eos in zip(*columns, strict=True):
@@ -184,7 +184,7 @@ class Committer:
             columns[0] if len(columns) == 1 else np.concatenate(columns)
             for columns in (delivery.workers, delivery.streams, delivery.tokens)
         )
-        choices = _joined_choices(delivery)
+        choices = _joined_choices(delivery) if len(delivery.choices) > 1 or len(delivery.choices[0]) else None
         self.tokens += len(tokens)
         if len(workers) and not delivery.logprobs and (workers == workers[0]).all():
             self._send_to(int(workers[0]), streams, choices, tokens, delivery)

@@ -144,10 +144,13 @@ class Core:
 
     def next_deadline(self) -> float | None:
         """When `on_tick` has something to do, if no event comes before."""
-        times = [self.streams.next_deadline(), self.front_desk.next_early()]
+        soonest = None
         if self.outbox.last_sent or self.fleet.models:
-            times.append(self._last_tick + self.config.ping_interval)
-        return min((time for time in times if time is not None), default=None)
+            soonest = self._last_tick + self.config.ping_interval
+        for time in (self.streams.next_deadline(), self.front_desk.next_early()):
+            if time is not None and (soonest is None or time < soonest):
+                soonest = time
+        return soonest
 
     # -- output ------------------------------------------------------------------------------------------------------
 

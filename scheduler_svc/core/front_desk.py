@@ -122,7 +122,7 @@ class FrontDesk:
             if entry is None:
                 self._wait_for_model(worker, submit, now)
                 return
-            self._start(worker, submit, entry, now)
+            self._start(worker, submit, entry, old, now)
         except Refusal as refusal:
             core.counters["rejected"] += 1
             core.outbox.to_worker(worker.peer, refusal.rejected(submit.stream))
@@ -165,21 +165,23 @@ class FrontDesk:
             self._core.outbox.to_worker(early.worker.peer, refusal.rejected(submit.stream))
 
     def next_early(self) -> float | None:
-        return min((early.until for early in self.early.values()), default=None)
+        return min([early.until for early in self.early.values()]) if self.early else None
 
-    def _start(self, worker: WorkerState, submit: front.Submit, entry: ModelEntry, now: float) -> None:
+    def _start(
+        self, worker: WorkerState, submit: front.Submit, entry: ModelEntry, same_number: Stream | None, now: float
+    ) -> None:
         core = self._core
         limit = token_limit(submit, entry, core.config, now)
         check_queue(submit, entry, core.config)
-        same_number = core.streams.by_key.get((worker.peer, submit.stream))
         same_id = core.streams.by_request.get((submit.tenant, submit.request_id))  # another tenant's ids are not ours
-        replaced = [old for old in (same_number, same_id) if old is not None]
+        replaced = [old for old in (same_number, same_id) if old is not None] if same_number or same_id else []
         if replaced and not submit.continuation:
             raise Refusal(
                 front.ALREADY_EXISTS, f"request {submit.request_id!r} is live", "request_id", submit.request_id
             )
-        queues = [model.queue for model in core.fleet.models.values()]
-        core.tenants.check(submit, sum([queue.tokens[submit.tenant] for queue in queues]), replaced, now)
+        if not core.tenants.unlimited:
+            queues = [model.queue for model in core.fleet.models.values()]
+            core.tenants.check(submit, sum([queue.tokens[submit.tenant] for queue in queues]), replaced, now)
         for old in replaced:
             if core.streams.by_key.get(old.key) is not old:
                 continue  # it was both
@@ -204,12 +206,11 @@ class FrontDesk:
         core.outbox.to_worker(worker.peer, front.Accepted(submit.stream))
         for sequence in list(stream.sequences.values()):
             entry.queue.push(sequence, now)
-            self._finish_if_over(sequence)
+            if sequence.outputs or sequence.prompt_len >= limit:
+                self._finish_if_over(sequence)
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         """A continuation may come with all its tokens already."""
-        if not sequence.outputs and sequence.prompt_len < sequence.limit:
-            return
         last = int(sequence.output_ids()[-1]) if sequence.outputs else -1
         is_eos = last >= 0 and bool(sequence.stream.model.is_eos[last])
         reason = end_reason(sequence, last, sequence.known, is_eos)

@@ -48,6 +48,6 @@ def make_record(
         slot_bytes=plan.decode if len(slots) == num_decode else slots.astype("<i4").tobytes(),
         generation_bytes=generations.astype("<u2").tobytes(),
         prefill=prefill,
-        tokens=num_decode + sum(count for _, _, count in prefill),
+        tokens=num_decode + sum([count for _, _, count in prefill]),
         sent_at=now,
     )

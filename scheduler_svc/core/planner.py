@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from protos.digest import plan_digest
 from protos.step import Admission, StepPlan
-from protos.wire import Int32, pack_int32
+from protos.wire import LE_INT32, Int32, pack_int32
 from scheduler_svc.core import policy
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
@@ -32,6 +32,7 @@ from scheduler_svc.core.suspects import Suspects
 from scheduler_svc.core.workers import Workers
 
 _NONE = np.empty(0, dtype=np.int32)
+_NO_PAIRS = np.empty((0, 2), dtype=np.int32)
 _NO_ROWS = np.empty(0, dtype=np.intp)
 _MOST_LOOKED_AT = 128  # waiting for a prefix, in one plan: what it costs has a bound
 _MOST_PEAKS = 8  # peaks of KV (kv_peak.py) that one plan works out
@@ -80,7 +81,7 @@ class Planner:
         draft = Draft(budget)
         table = executor.table
         high = table.high
-        rows = np.flatnonzero(table.planned_length[:high] < table.bound[:high])
+        rows = (table.planned_length[:high] < table.bound[:high]).nonzero()[0]
         alone = self._isolated(executor, fleet)
         if alone is not None:
             if any(_has_mates(record, alone) for record in executor.inflight):
@@ -325,18 +326,28 @@ class Planner:
         if not has_rows and not (executor.released and not executor.inflight):
             return None  # releases ride with the next rows; alone they go only when nothing else would carry them
         table = executor.table
-        released = np.array(executor.released, dtype=np.int32)
-        executor.released.clear()
-        admitted = np.fromiter(draft.admitted, dtype=np.int32, count=len(draft.admitted))
-        prefill = np.array([(slot, count) for slot, _, count in draft.prefill], dtype=np.int32).reshape(-1, 2)
-        decode = draft.decode.astype("<i4")
-        touched = decode
-        if len(admitted) or len(draft.appended_slots) or len(prefill):
-            appended_slots = draft.appended_slots.astype(np.int32)
-            touched = np.concatenate([admitted, appended_slots, decode, prefill[:, 0]])
+        released, prefill, sampling = _NONE, _NO_PAIRS, draft.decode
+        if executor.released:
+            released = np.array(executor.released, dtype=LE_INT32)
+            executor.released.clear()
+        decode = draft.decode.astype(LE_INT32)
+        touched = [decode]
+        if len(draft.appended_slots):
+            touched.insert(0, draft.appended_slots.astype(LE_INT32))
+        if draft.admitted:
+            touched.insert(0, np.fromiter(draft.admitted, dtype=LE_INT32, count=len(draft.admitted)))
+        if draft.prefill:
+            prefill = np.array([(slot, count) for slot, _, count in draft.prefill], dtype=LE_INT32)
+            touched.append(prefill[:, 0])
         executor.seq += 1
         executor.digest = plan_digest(
-            executor.digest, executor.seq, released, touched, table.generation, table.num_blocks, table.last_block
+            executor.digest,
+            executor.seq,
+            released,
+            touched[0] if len(touched) == 1 else np.concatenate(touched),
+            table.generation,
+            table.num_blocks,
+            table.last_block,
         )
         appended = b""
         if len(draft.appended_slots):
@@ -352,9 +363,8 @@ class Planner:
             released=released.tobytes(),
             appended=appended,
             admitted=tuple(_admission(executor, slot, sequence) for slot, sequence in draft.admitted.items()),
-            prefill=prefill.astype("<i4", copy=False).tobytes(),
+            prefill=prefill.tobytes(),
         )
-        sampling = draft.decode
         if draft.sampled:
             sampling = np.concatenate([draft.decode, np.array(draft.sampled, dtype=np.intp)])
         executor.inflight.append(make_record(plan, sampling, table.generation, draft.prefill, now))

@@ -123,7 +123,7 @@ class Sessions:
             return
         core.fleet.answered(executor)
         if record is not None:
-            prompt_tokens = sum(count for _, _, count in record.prefill)
+            prompt_tokens = sum([count for _, _, count in record.prefill])
             executor.pace.observe(record.tokens - prompt_tokens, prompt_tokens, result.round_us)
 
     def lose_epoch(self, executor: ExecutorState, code: int, detail: str, seq: int, now: float) -> None:

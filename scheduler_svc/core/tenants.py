@@ -83,7 +83,7 @@ class _Account:
 class Tenants:
     def __init__(self, file: LimitsFile) -> None:
         self._file = file
-        self._unlimited = file == NO_LIMITS
+        self.unlimited = file == NO_LIMITS
         self._accounts: dict[str, _Account] = {}
 
     def replace_limits(self, file: LimitsFile) -> None:
@@ -91,7 +91,7 @@ class Tenants:
         one."""
         unrated = [tenant for tenant in self._accounts if not self.limits(tenant).tokens_per_second]
         self._file = file
-        self._unlimited = file == NO_LIMITS
+        self.unlimited = file == NO_LIMITS
         for tenant in unrated:
             account = self._accounts[tenant]
             account.credit = self.limits(tenant).bucket
@@ -106,8 +106,6 @@ class Tenants:
     def check(self, submit: front.Submit, queued: int, replaced: Iterable[Stream], now: float) -> None:
         """Raises Refusal where this request would take its tenant over a limit. ``queued``: tokens that its waiting
         sequences hold; ``replaced``: the live streams that it fences."""
-        if self._unlimited:
-            return
         tenant = submit.tenant
         limits = self.limits(tenant)
         account = self._accounts.get(tenant)
@@ -155,7 +153,7 @@ class Tenants:
         if account is None:
             account = self._accounts[stream.tenant] = _Account(self.limits(stream.tenant).bucket, now)
         account.streams.add(stream)
-        if self._unlimited:
+        if self.unlimited:
             return
         limits = self.limits(stream.tenant)
         if limits.tokens_per_second:

@@ -2,8 +2,10 @@
 
 A scheduler core as a process of its own, 1, 2, 4, ... simulated executors on the real link (5 ms a step, 512 sequences
 each), and before the core either this process in the place of an API worker (``--api-workers 0``) or so many real API
-workers, whose streams a client takes as ids. Reported for each number of executors: the idle share of a device's time
-(gaps between steps), the processor time of core and API workers, the bytes on the link, and what follows from them:
+workers, whose streams a client takes as ids. Reported for each number of executors: how far they were fed (the tokens
+made, over those of devices that run full steps without a gap), the idle share of a device's time (gaps between steps;
+its first and last steps count too), the processor time of core and API workers, the bytes on the link, and what follows
+from them:
 
     fed by a core        step time / core's processor time a step
     fed by an API worker step time / (processor time a token * sequences)
@@ -158,6 +160,7 @@ def measure(executors: int, options: argparse.Namespace) -> dict[str, Any]:
             "seconds": round(elapsed, 2),
             "steps_a_second_each": round(steps / elapsed / executors, 1),
             "tokens_a_second": round(made / elapsed),
+            "fed": round(steps / elapsed / executors * options.step_ms / 1000.0, 4),
             "idle": [report["idle"] for report in gaps],
             "gap_us_p50": [report["gap_us_p50"] for report in gaps],
             "gap_us_p99": [report["gap_us_p99"] for report in gaps],
@@ -176,7 +179,8 @@ def measure(executors: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 _COLUMNS = (
-    f"{'executors':>9} {'API':>4} {'steps/s each':>12} {'tokens/s':>9} {'idle':>6} {'core us/step':>12} {'cores':>6} "
+    f"{'executors':>9} {'API':>4} {'steps/s each':>12} {'tokens/s':>9} {'fed':>6} {'idle':>6} "
+    f"{'core us/step':>12} {'cores':>6} "
     f"{'API us/token':>12} {'cores':>6} {'link B/step down, up':>21} {'fed by: core':>12} {'API':>6} {'link':>6}  "
     "ends at"
 )
@@ -190,7 +194,8 @@ def line(row: dict[str, Any]) -> str:
     api = row["fed_by_an_api_worker"]
     return (
         f"{row['executors']:>9} {row['api_workers']:>4} {row['steps_a_second_each']:>12} {row['tokens_a_second']:>9} "
-        f"{statistics.median(row['idle']):>6.1%} {row['core_cpu_us_a_step']:>12} {row['core_cpu_share']:>6} "
+        f"{row['fed']:>6.1%} {statistics.median(row['idle']):>6.1%} "
+        f"{row['core_cpu_us_a_step']:>12} {row['core_cpu_share']:>6} "
         f"{row['api_cpu_us_a_token']:>12} {sum(row['api_cpu_share']):>6.2f} {down:>12}, {up:>7} "
         f"{row['fed_by_a_core']:>12} {'' if api is None else api:>6} {row['fed_by_a_link']:>6}  {ends}"
     )

@@ -14,6 +14,7 @@ from typing import Any
 from numba import njit
 
 from executor_svc.backends.cpu.native.attention_tiles import (
+    AHEAD,
     ATTENTION_TILES_AVX2,
     ATTENTION_TILES_AVX512,
     make_accumulate,
@@ -62,7 +63,7 @@ PAGES = KV_TILE // LANES  # of a tile; a page here is 16 tokens, whatever the si
 def scratch_floats(head_dim: int) -> int:
     """Floats of scratch of one thread: queries, outputs, scores, running state, gathered pages, page tables."""
     rows = 2 * QUERY_ROWS * head_dim + QUERY_ROWS * KV_TILE + QUERY_ROWS * (LANES + 2)
-    return rows + 2 * KV_TILE * head_dim + 2 * 2 * PAGES
+    return rows + 2 * KV_TILE * head_dim + 2 * 2 * AHEAD // 4
 
 
 @njit(nogil=True, error_model="numpy")
@@ -134,8 +135,8 @@ def make_attend_item(avx512: bool) -> Any:
         largest = total + QUERY_ROWS * LANES * 4
         correction = largest + QUERY_ROWS * 4
         key_pages = correction + QUERY_ROWS * 4
-        value_pages = key_pages + PAGES * 8
-        gathered = value_pages + PAGES * 8
+        value_pages = key_pages + 2 * AHEAD
+        gathered = value_pages + 2 * AHEAD
         width = q_size + 2 * model[KV_SIZE]
         for i in range(count):
             for g in range(group):
@@ -159,6 +160,12 @@ def make_attend_item(avx512: bool) -> Any:
                 value = value_group(values, blocks, position, n, block_size, heads, head, size, at)
                 store_int(key_pages + 8 * p, key)
                 store_int(value_pages + 8 * p, value)
+                # The same page of the next tile is fetched meanwhile; where there is none this one, for nothing.
+                if block_size % LANES == 0 and position + KV_TILE < end:
+                    key = key_panel(keys, blocks, position + KV_TILE, n, block_size, heads, head, size, 0)
+                    value = value_group(values, blocks, position + KV_TILE, n, block_size, heads, head, size, 0)
+                store_int(key_pages + AHEAD + 8 * p, key)
+                store_int(value_pages + AHEAD + 8 * p, value)
             shift = skipped * LANES * 4
             score(
                 rows, pages - skipped, q, row_bytes, key_pages + 8 * skipped, size, scores + shift, 4 * KV_TILE

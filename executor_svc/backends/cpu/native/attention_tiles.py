@@ -12,22 +12,27 @@ from numba import njit
 
 from executor_svc.backends.cpu.native.vector import I64, LANES, Emitter, kernel
 
+AHEAD = 64  # bytes from a page's entry in a table of addresses to the entry of the page that is fetched meanwhile
 # Rows x panels that fit the vector registers: 32 of 16 lanes (AVX-512), or 16 of 8 lanes (AVX2).
 ATTENTION_TILES_AVX512 = dict.fromkeys(range(1, 7), 4)
 ATTENTION_TILES_AVX2 = {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
 
 
 def _score_tile(rows: int, pages: int) -> Any:
-    """scores [rows, 16 pages] = q [rows, size] x keys; ``table``: addresses of key panels [size][16]."""
+    """scores [rows, 16 pages] = q [rows, size] x keys; ``table``: addresses of key panels [size][16], and ``AHEAD``
+    bytes further those of the panels to fetch meanwhile."""
 
     @kernel(6)
     def score_tile(e: Emitter, q: Any, q_stride: Any, table: Any, size: Any, scores: Any, stride: Any) -> None:
         q_rows = [e.at(q, e.b.mul(q_stride, I64(r))) for r in range(rows)]
         panels = [e.load_address(e.at(table, 8 * p)) for p in range(pages)]
+        later = [e.load_address(e.at(table, AHEAD + 8 * p)) for p in range(pages)]
 
         def step(index: Any, sums: list[Any]) -> list[Any]:
             offset = e.b.mul(index, I64(4 * LANES))
             keys = [e.load(e.at(panel, offset)) for panel in panels]
+            for panel in later:
+                e.prefetch(e.at(panel, offset))
             q_offset = e.b.mul(index, I64(4))
             out = []
             for r in range(rows):
@@ -73,7 +78,8 @@ def _value_tile(rows: int, panels: int) -> Any:
             initial += [e.b.fmul(e.load(address), factor) for address in targets[r]]
 
         def page(index: Any, sums: list[Any]) -> list[Any]:
-            group = e.at(e.load_address(e.at(table, e.b.mul(index, I64(8)))), at)
+            entry = e.at(table, e.b.mul(index, I64(8)))
+            group, later = e.at(e.load_address(entry), at), e.at(e.load_address(e.at(entry, AHEAD)), at)
             first = e.b.mul(index, I64(LANES))
             left = e.b.sub(tokens, first)
             count = e.b.select(e.b.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
@@ -81,6 +87,8 @@ def _value_tile(rows: int, panels: int) -> Any:
             def token(lane: Any, sums: list[Any]) -> list[Any]:
                 row = e.at(group, e.b.mul(lane, row_bytes))
                 values = [e.load(e.at(row, 4 * LANES * p)) for p in range(panels)]
+                for p in range(panels):
+                    e.prefetch(e.at(e.at(later, e.b.mul(lane, row_bytes)), 4 * LANES * p))
                 weight_offset = e.b.mul(e.b.add(first, lane), I64(4))
                 sums_after = []
                 for r in range(rows):

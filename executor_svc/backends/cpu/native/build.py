@@ -8,6 +8,7 @@ import torch
 
 from executor_svc.backends.cpu.native import layout as at
 from executor_svc.backends.cpu.native.decoder import NativeDecoder
+from executor_svc.backends.cpu.native.experts import pack_router
 from executor_svc.backends.cpu.native.gemm import pack_panels
 from executor_svc.backends.cpu.native.gemm_int8 import host_method, pack_panels_int8
 from executor_svc.backends.cpu.native.vector import LANES
@@ -52,15 +53,23 @@ class NativeBuilder:
         def vector(name: str) -> torch.Tensor:
             return parts[name].float().contiguous()
 
+        def gate_up(name: str) -> torch.Tensor:
+            return _alternate(matrix(f"{name}.gate_proj"), matrix(f"{name}.up_proj"))
+
         config = self._config
         self._layers[index] = layer = {
             at.INPUT_NORM: vector("input_layernorm.weight"),
             at.QKV: torch.cat([matrix(f"self_attn.{name}_proj") for name in "qkv"]),
             at.OUTPUT: matrix("self_attn.o_proj"),
             at.POST_NORM: vector("post_attention_layernorm.weight"),
-            at.GATE_UP: _alternate(matrix("mlp.gate_proj"), matrix("mlp.up_proj")),
-            at.DOWN: matrix("mlp.down_proj"),
         }
+        if config.has_experts(index):
+            names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
+            layer[at.ROUTER] = pack_router(parts["mlp.gate.weight"])
+            layer[at.GATE_UP] = torch.stack([gate_up(name) for name in names])
+            layer[at.DOWN] = torch.stack([matrix(f"{name}.down_proj") for name in names])
+        else:
+            layer[at.GATE_UP], layer[at.DOWN] = gate_up("mlp"), matrix("mlp.down_proj")
         if config.sandwich_norms:
             layer[at.ATTENTION_OUT_NORM] = layer[at.POST_NORM]
             layer[at.POST_NORM] = vector("pre_feedforward_layernorm.weight")
@@ -73,8 +82,8 @@ class NativeBuilder:
         if config.output_bias:
             layer[at.OUTPUT_BIAS] = vector("self_attn.o_proj.bias")
         if config.mlp_bias:
-            gate, up = vector("mlp.gate_proj.bias"), vector("mlp.up_proj.bias")
-            layer[at.GATE_UP_BIAS] = _alternate(gate.view(-1, LANES), up.view(-1, LANES))
+            biases = (vector(f"mlp.{name}_proj.bias").view(-1, LANES) for name in ("gate", "up"))
+            layer[at.GATE_UP_BIAS] = _alternate(*biases)
             layer[at.DOWN_BIAS] = vector("mlp.down_proj.bias")
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:

@@ -36,15 +36,19 @@ def can_run() -> bool:
 
 
 @cache
-def load_forward(weights: str) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    """``forward(step table address)`` for a weight type: a ctypes function that releases the interpreter lock."""
-    name = f"forward-{weights}-{_key(weights)}.bin"
+def load_forward(weights: str, avx512: bool | None = None) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """``forward(step table address)`` for a weight type: a ctypes function that releases the interpreter lock.
+
+    ``avx512``: None for what the CPU has; False for AVX2 code on any x86 CPU.
+    """
+    avx512 = has_avx512() if avx512 is None else avx512
+    name = f"forward-{weights}-{_key(weights, avx512)}.bin"
     for folder in _folders():
         code = _read(folder / name)
         if code is not None:
             return _link(*code)
     started = time.perf_counter()
-    symbol, machine_code = _compile(weights)
+    symbol, machine_code = _compile(weights, avx512)
     log.info("compiled the %s forward in %.1f s", weights, time.perf_counter() - started)
     if not any(_write(folder / name, symbol, machine_code) for folder in _folders()):
         log.warning("no cache folder can be written: compiled code is not kept (set NUMBA_CACHE_DIR)")
@@ -57,30 +61,34 @@ def _folders() -> list[Path]:
     return [Path(stated), user] if stated else [user]
 
 
-def _key(weights: str) -> str:
+def _key(weights: str, avx512: bool) -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     features = ",".join(sorted(name for name, on in llvm.get_host_cpu_features().items() if on))
-    versions = f"{numba.__version__} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features} {weights}"
+    versions = f"{numba.__version__} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features} {weights} {avx512}"
     digest.update(versions.encode())
     return digest.hexdigest()[:24]
 
 
-def _compile(weights: str) -> tuple[str, bytes]:
+def _compile(weights: str, avx512: bool) -> tuple[str, bytes]:
     from executor_svc.backends.cpu.native.forward import make_forward
 
-    entry = make_forward(weights, has_avx512())
-    machine = _target_machine()
+    entry = make_forward(weights, avx512)
+    machine = _target_machine("haswell" if has_avx512() and not avx512 else "")
     module = llvm.parse_assembly(entry.inspect_llvm())
     return entry.native_name, machine.emit_object(module)
 
 
-def _target_machine() -> llvm.TargetMachine:
+def _target_machine(cpu: str = "") -> llvm.TargetMachine:
+    """For a CPU by name, or for this one."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     return llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+        cpu=cpu or llvm.get_host_cpu_name(),
+        features="" if cpu else llvm.get_host_cpu_features().flatten(),
+        opt=3,
+        jit=True,
     )
 
 

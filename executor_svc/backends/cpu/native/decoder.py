@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from executor_svc.backends.cpu.native import layout as at
 from executor_svc.backends.cpu.native.attention import scratch_floats
 from executor_svc.backends.cpu.native.compile import load_forward
+from executor_svc.backends.cpu.native.experts import router_scratch_floats
 from executor_svc.backends.cpu.native.team import Context, Team
 from executor_svc.backends.cpu.native.vector import LANES
 from executor_svc.metadata import StepMetadata
@@ -57,6 +58,13 @@ class NativeDecoder:
             config.head_dim, config.num_kv_heads, config.group_size, self._head_panels,
         )  # fmt: skip
         self._model[at.ROTARY_DIM] = config.rotary_dim
+        self._model[at.NUM_EXPERTS : at.NORMALIZE_EXPERTS + 1] = (
+            config.num_experts, config.experts_per_token, config.expert_intermediate_size, config.normalize_experts,
+        )  # fmt: skip
+        routed = next((tensors for tensors in layers if at.ROUTER in tensors), None)
+        if routed is not None:
+            self._model[at.EXPERT_GATE_UP_BYTES] = routed[at.GATE_UP][0].nbytes
+            self._model[at.EXPERT_DOWN_BYTES] = routed[at.DOWN][0].nbytes
         self._model[at.FINAL_NORM] = final_norm.data_ptr()
         self._model[at.HEAD] = head.data_ptr()
         self._model[at.LAYERS] = self._layers.ctypes.data
@@ -64,12 +72,13 @@ class NativeDecoder:
         self._kept = [*ropes, final_norm, head, *(tensor for tensors in layers for tensor in tensors.values())]
         self._caches: list[torch.Tensor] = []
         self._num_slots = 0
-        self._phases = at.PHASES * (config.num_layers - 1) + at.LAST_LAYER_PHASES
+        self._phases = _phases(config)
         counter_size = (len(self._phases) + 1) * at.COUNTER_BYTES // 8
         kept = self._model, self._layers, self._floats
         self._team = Team(load_forward(weights), threads, at.STEP_SIZE, counter_size, kept)
         self._last: Context | None = None
-        scratch_bytes = -(-scratch_floats(config.head_dim) * 4 // 4096) * 4096  # no two threads share a page
+        floats = max(scratch_floats(config.head_dim), router_scratch_floats(config.num_experts))
+        scratch_bytes = -(-floats * 4 // 4096) * 4096  # no two threads share a page
         self._scratch = torch.zeros(threads * scratch_bytes // 4 + 1024)
         self._step = np.zeros(at.STEP_SIZE, np.int64)  # what is the same in every step
         self._step[at.MODEL] = self._model.ctypes.data
@@ -155,19 +164,33 @@ class NativeDecoder:
             return
         config = self.config
         capacity = -(-rows // 64) * 64
+        inner = max(config.intermediate_size, config.experts_per_token * config.expert_intermediate_size)
         widths = (
             config.hidden_size, config.hidden_size, config.hidden_size, config.q_size + 2 * config.kv_size,
-            config.q_size, 2 * config.intermediate_size, config.intermediate_size,
+            config.q_size, 2 * inner, inner,
         )  # fmt: skip
         self._buffers = [torch.zeros(capacity, width) for width in (*widths, config.hidden_size, config.q_size)]
         addresses = [buffer.data_ptr() for buffer in self._buffers]
         self._step[at.X : at.X + len(widths)] = addresses[: len(widths)]
         self._step[at.X_WANTED : at.ATTENDED_WANTED + 1] = addresses[len(widths) :]
+        rows = capacity * max(1, config.experts_per_token)
         if self._weights == "int8":
-            most = max(config.hidden_size, config.q_size, config.intermediate_size)
-            self._quantized = torch.zeros(capacity, most, dtype=torch.int16), torch.zeros(capacity)
+            most = max(config.hidden_size, config.q_size, config.intermediate_size, config.expert_intermediate_size)
+            self._quantized = torch.zeros(rows, most, dtype=torch.int16), torch.zeros(rows)
             self._step[at.QUANTIZED], self._step[at.ROW_SCALES] = (t.data_ptr() for t in self._quantized)
+        if config.num_experts:
+            self._reserve_experts(rows)
         self._capacity = capacity
+
+    def _reserve_experts(self, entries: int) -> None:
+        """Buffers from EXPERT_IDS to EXPERT_OUT; ``entries``: tokens times experts of each."""
+        config = self.config
+        blocks = at.BLOCK_ENTRY * (config.num_experts + entries // at.ROW_BLOCK)
+        sizes = entries, entries, entries, entries, config.num_experts, blocks
+        tables = [torch.zeros(size, dtype=torch.int64) for size in sizes]
+        rows = [torch.zeros(entries, config.hidden_size) for _ in range(2)]
+        self._expert_buffers = [*tables, *rows]
+        self._step[at.EXPERT_IDS : at.EXPERT_OUT + 1] = [buffer.data_ptr() for buffer in self._expert_buffers]
 
     def phase_shares(self) -> dict[str, float]:
         """How the last forward's time divides over the kinds of phases; the shares sum to 1."""
@@ -180,6 +203,17 @@ class NativeDecoder:
         for phase, ticks in zip(self._phases, spent, strict=False):
             shares[phase] += float(ticks) / max(float(spent.sum()), 1.0)
         return shares
+
+
+def _phases(config: ModelConfig) -> list[str]:
+    """The names of a step's phases in order, the last of which need not run."""
+    names: list[str] = []
+    for layer in range(config.num_layers):
+        names += at.ATTENTION_PHASES
+        if layer == config.num_layers - 1:
+            names.insert(len(names) - 2, "gather")
+        names += at.EXPERT_PHASES if config.has_experts(layer) else at.MLP_PHASES
+    return [*names, *at.LAST_PHASES]
 
 
 def _float_table(config: ModelConfig) -> npt.NDArray[np.float32]:

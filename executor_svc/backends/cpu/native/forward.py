@@ -8,6 +8,7 @@ from typing import Any
 from numba import carray, cfunc, njit, types
 
 from executor_svc.backends.cpu.native.attention import make_attend_item
+from executor_svc.backends.cpu.native.experts import combine_phase, route_phase, sort_phase, spread_phase
 from executor_svc.backends.cpu.native.layout import (
     ACTIVATED,
     ATTENDED,
@@ -19,6 +20,13 @@ from executor_svc.backends.cpu.native.layout import (
     DELTA,
     DOWN,
     DOWN_BIAS,
+    EXPERT_BLOCKS,
+    EXPERT_DOWN_BYTES,
+    EXPERT_GATE_UP_BYTES,
+    EXPERT_IN,
+    EXPERT_INTERMEDIATE,
+    EXPERT_OUT,
+    EXPERTS_PER_TOKEN,
     FINAL_NORM,
     FLOATS,
     GATE_UP,
@@ -46,6 +54,7 @@ from executor_svc.backends.cpu.native.layout import (
     Q_SIZE,
     QKV,
     QKV_OUT,
+    ROUTER,
     SCRATCH,
     SCRATCH_BYTES,
     STEP_SIZE,
@@ -98,7 +107,7 @@ def make_forward(weights: str, avx512: bool) -> Any:
             norm_phase(counter, model, rows, x, step[DELTA], bias, delta_norm, norm, step[NORMED], min(index, 1))
             counter += COUNTER_BYTES
             qkv = load_int(layer + 8 * QKV)
-            product_phase(counter, step, rows, qkv_panels, step[NORMED], hidden, qkv, step[QKV_OUT], 0, 0)
+            product_phase(counter, step, rows, qkv_panels, step[NORMED], hidden, qkv, step[QKV_OUT], 0, 0, 0, 0)
             counter += COUNTER_BYTES
             rotary_phase(counter, step, model, layer)
             counter += COUNTER_BYTES
@@ -112,27 +121,43 @@ def make_forward(weights: str, avx512: bool) -> Any:
                 counter += COUNTER_BYTES
                 x, attended = step[X_WANTED], step[ATTENDED_WANTED]
             output = load_int(layer + 8 * OUTPUT)
-            product_phase(counter, step, rows, hidden // LANES, attended, q_size, output, step[DELTA], 0, 0)
+            product_phase(counter, step, rows, hidden // LANES, attended, q_size, output, step[DELTA], 0, 0, 0, 0)
             counter += COUNTER_BYTES
             bias, delta_norm = load_int(layer + 8 * OUTPUT_BIAS), load_int(layer + 8 * ATTENTION_OUT_NORM)
             norm = load_int(layer + 8 * POST_NORM)
             norm_phase(counter, model, rows, x, step[DELTA], bias, delta_norm, norm, step[NORMED], 1)
             counter += COUNTER_BYTES
-            gate_up = load_int(layer + 8 * GATE_UP)
+            # A plain MLP, or experts: the same two products over other rows, with a matrix for each block of them.
+            mlp_rows, mlp_x, mlp_y, inner, blocks = rows, step[NORMED], step[DELTA], intermediate, 0
+            if load_int(layer + 8 * ROUTER) != 0:
+                route_phase(counter, step, model, layer, rows, scratch)
+                counter += COUNTER_BYTES
+                sort_phase(counter, step, model, rows)
+                counter += COUNTER_BYTES
+                spread_phase(counter, step, model, rows)
+                counter += COUNTER_BYTES
+                mlp_rows, mlp_x, mlp_y = rows * model[EXPERTS_PER_TOKEN], step[EXPERT_IN], step[EXPERT_OUT]
+                inner, blocks = model[EXPERT_INTERMEDIATE], step[EXPERT_BLOCKS]
+            gate_up, down = load_int(layer + 8 * GATE_UP), load_int(layer + 8 * DOWN)
             product_phase(
-                counter, step, rows, 2 * intermediate // LANES, step[NORMED], hidden, gate_up, step[GATE_UP_OUT],
-                step[ACTIVATED], load_int(layer + 8 * GATE_UP_BIAS),
+                counter, step, mlp_rows, 2 * inner // LANES, mlp_x, hidden, gate_up, step[GATE_UP_OUT],
+                step[ACTIVATED], load_int(layer + 8 * GATE_UP_BIAS), blocks, model[EXPERT_GATE_UP_BYTES],
             )  # fmt: skip
             counter += COUNTER_BYTES
-            down = load_int(layer + 8 * DOWN)
             product_phase(
-                counter, step, rows, hidden // LANES, step[ACTIVATED], intermediate, down, step[DELTA], 0, 0
+                counter, step, mlp_rows, hidden // LANES, step[ACTIVATED], inner, down, mlp_y, 0, 0, blocks,
+                model[EXPERT_DOWN_BYTES],
             )  # fmt: skip
             counter += COUNTER_BYTES
+            if blocks != 0:
+                combine_phase(counter, step, model, rows)
+                counter += COUNTER_BYTES
             bias, delta_norm = load_int(layer + 8 * DOWN_BIAS), load_int(layer + 8 * MLP_OUT_NORM)
         norm_phase(counter, model, rows, x, step[DELTA], bias, delta_norm, model[FINAL_NORM], step[NORMED], 1)
         counter += COUNTER_BYTES
-        product_phase(counter, step, rows, model[VOCAB_PANELS], step[NORMED], hidden, model[HEAD], step[LOGITS], 0, 0)
+        product_phase(
+            counter, step, rows, model[VOCAB_PANELS], step[NORMED], hidden, model[HEAD], step[LOGITS], 0, 0, 0, 0
+        )
         counter += COUNTER_BYTES
         if load_float(model[FLOATS] + 4 * LOGIT_CAP) != 0.0:
             softcap_phase(counter, step, model)

@@ -63,6 +63,20 @@ def add_row(e: Emitter, x: Any, y: Any, vectors: Any) -> None:
     e.loop(vectors, [], step)
 
 
+@kernel(3, 1)
+def add_scaled_row(e: Emitter, x: Any, y: Any, vectors: Any, scale: Any) -> None:
+    """x += scale * y, ``vectors`` groups of 16."""
+    factor = e.broadcast(scale)
+
+    def step(index: Any, state: list[Any]) -> list[Any]:
+        offset = e.b.mul(index, I64(4 * LANES))
+        address = e.at(x, offset)
+        e.store(e.fma(e.load(e.at(y, offset)), factor, e.load(address)), address)
+        return []
+
+    e.loop(vectors, [], step)
+
+
 @kernel(3, 2)
 def gate_mul_row(e: Emitter, gate_up: Any, out: Any, pairs: Any, linear: Any, cubic: Any) -> None:
     """``pairs`` of (16 gates, 16 ups), interleaved -> 16 g sigmoid(g (linear + cubic g^2)) * up each.

@@ -12,7 +12,8 @@ _LANES = 16
 _DIFFERENCES = frozenset(
     (
         "activation", "windows", "local_rope", "qkv_bias", "output_bias", "mlp_bias", "qk_norm", "sandwich_norms",
-        "embedding_scale", "attention_scale", "attention_softcap", "final_softcap", "rotary_dim",
+        "embedding_scale", "attention_scale", "attention_softcap", "final_softcap", "rotary_dim", "num_experts",
+        "normalize_experts", "dense_layers",
     )
 )  # fmt: skip
 
@@ -28,7 +29,9 @@ def reason_against(config: ModelConfig) -> str | None:
     for name in config.differences():
         if name not in _DIFFERENCES:
             return f"{name} = {getattr(config, name)!r} is not implemented there"
-    for name in ("hidden_size", "intermediate_size", "head_dim"):
+    if config.num_experts and config.mlp_bias:
+        return "mlp_bias of experts is not implemented there"
+    for name in ("hidden_size", "intermediate_size", "head_dim", "expert_intermediate_size"):
         if getattr(config, name) % _LANES:
             return f"{name} {getattr(config, name)} is not a multiple of {_LANES}"
     if config.group_size > QUERY_ROWS:

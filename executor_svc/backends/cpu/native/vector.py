@@ -26,6 +26,9 @@ _EXP2 = (0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.0096715
 _TANH = (-0.3333328068256378, 0.13331441581249237, -0.05373971536755562, 0.02063908614218235, -0.005704985000193119)
 
 
+_LOCALITY = 3  # into all caches
+
+
 class Emitter:
     """Wraps an IR builder with the vector operations that the kernels use. Addresses are int64 values, in bytes."""
 
@@ -57,6 +60,13 @@ class Emitter:
 
     def store_scalar(self, value: ir.Value, address: ir.Value) -> None:
         self.b.store(value, self.b.inttoptr(address, F32.as_pointer())).align = 4
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Start to fetch the cache line at an address, which may be any."""
+        name, pointer = "llvm.prefetch.p0i8", self.b.inttoptr(address, ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, I32, I32, I32])
+        function = self.b.module.globals.get(name) or ir.Function(self.b.module, kind, name)
+        self.b.call(function, [pointer, I32(0), I32(_LOCALITY), I32(1)])
 
     def constant(self, value: float) -> ir.Value:
         return ir.Constant(VECTOR, [value] * LANES)

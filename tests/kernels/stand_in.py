@@ -151,7 +151,7 @@ class HostRead(RuntimeError):
 _READS = {
     "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__", "nonzero",
     "cpu", "cuda", "equal", "allclose", "masked_select", "unique", "argwhere", "is_nonzero",
-    "bincount", "histc", "from_numpy", "tensor", "as_tensor", "repeat_interleave",
+    "bincount", "histc", "tensor", "as_tensor", "repeat_interleave",
 }  # fmt: skip
 _WAITING_OPS = (
     "_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique", "unique_dim", "bincount",
@@ -180,6 +180,10 @@ class _DispatchGuard(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def _refuse_numpy(array: Any) -> torch.Tensor:
+    raise HostRead("torch.from_numpy: what comes from the host comes through pinned buffers")
+
+
 class NoHostReads:
     """``with NoHostReads():`` nothing may read a tensor's values on the host. Kernels may: they are the device.
 
@@ -189,11 +193,13 @@ class NoHostReads:
         self._modes = [_DispatchGuard(), _FunctionGuard()]
         for mode in self._modes:
             mode.__enter__()
+        self._from_numpy, torch.from_numpy = torch.from_numpy, _refuse_numpy  # no mode sees that one
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("error")
 
     def __exit__(self, *error: Any) -> None:
         if torch.cuda.is_available():
             torch.cuda.set_sync_debug_mode("default")
+        torch.from_numpy = self._from_numpy
         for mode in reversed(self._modes):
             mode.__exit__(*error)

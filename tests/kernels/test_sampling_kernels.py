@@ -104,6 +104,23 @@ def test_status_and_ties() -> None:
     assert adjusted.argmax.tolist() == [5, 0, 0, 0, int(logits[4].argmax()), 0]
 
 
+def test_rules_that_go_out_of_bounds_are_a_fault() -> None:
+    """A penalty below 1 makes a large logit infinite; a mask hides it again."""
+    logits = torch.full((2, 40), 1.0)
+    logits[:, 7] = 3e38
+    none, ids, counts = torch.zeros(1, dtype=torch.int32), _ints(7, 7), _ints(0, 0)
+    mask = torch.full((1, 2), -1, dtype=torch.int32)
+    mask[0, 0] ^= 1 << 7
+    rules = LogitRules(
+        _ints(0, 0, 0), none, torch.zeros(1), _ints(0, 1, 2), ids, counts,
+        torch.tensor([[0.01, 0.0, 0.0], [0.01, 0.0, 0.0]]), mask, _ints(-1, 0),
+    )  # fmt: skip
+    adjusted = Adjusted(logits, *(getattr(_empty(logits), name) for name in ("argmax", "top", "status")))
+    SamplingKernels(make_launcher()).adjust(adjusted, logits, rules)  # in place
+    assert adjusted.status.tolist() == [STATUS_NON_FINITE, STATUS_OK]
+    assert adjusted.argmax.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_draw_is_exact(seed: int) -> None:
     random = np.random.default_rng(seed)

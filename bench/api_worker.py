@@ -11,7 +11,8 @@ processor time of the worker process, so client and core may share the machine w
 Meanwhile another client opens a stream of one token every ``--probe-interval`` seconds, and the core answers at once.
 ``first``: from the core's answer until the worker has the first token in a message for gRPC, by the server's clocks;
 ``cpu``: the processor time of the worker from its Submit until then; ``whole``: from the call to the receipt, by the
-client's clock. A probe that is not done when the load ends counts too.
+client's clock. Every probe that is sent before the last quarter of a second of the load counts, whenever it ends (all
+streams end at one moment, which is a load of another kind).
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ def measure(
     probes = line.recv()
     reader.join()
     prober.join()
-    during = [probe for probe in probes if began <= probe[1] <= core.ends_at]
+    during = [probe for probe in probes if began <= probe[1] <= core.ends_at - 0.25]
     server = worker.first_tokens()
     first, first_cpu = [], []
     for name, _, _ in during:

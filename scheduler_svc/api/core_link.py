@@ -59,7 +59,8 @@ class LinkConfig:
     batch: int = 256  # messages handled before others have their turn ...
     turn: float = 0.002  # ... or time spent on them
     serve: float = 0.003  # time spent on the streams that they are for, before the socket is looked at again
-    rest: float = 0.002  # between two turns while there is more to do (`CoreLink._rest`)
+    busy: float = 0.004  # with so long a time of this between ...
+    rest: float = 0.002  # ... two rests (`CoreLink._rest`)
 
 
 class SessionOver(Exception):
@@ -255,19 +256,25 @@ class CoreLink:
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         plain: zmq.Socket = zmq.Socket.shadow(socket.underlying)
-        attach_by = time.monotonic() + self.config.silence
+        rested = time.monotonic()
+        attach_by = rested + self.config.silence
         while True:
             patience = self.config.silence
             if self._socket is None:  # pings do not count before the Attach is answered
                 patience = attach_by - time.monotonic()
-            if not self._flow and (patience <= 0 or not await socket.poll(int(patience * 1000) + 1)):
-                raise SessionOver(f"silent for {self.config.silence:g} s")
+            if not self._flow:
+                began = time.monotonic()
+                if patience <= 0 or not await socket.poll(int(patience * 1000) + 1):
+                    raise SessionOver(f"silent for {self.config.silence:g} s")
+                if time.monotonic() - began > self.config.rest / 4 and self.writing <= self._stuck:
+                    rested = time.monotonic()
             emptied = self._receive_some(plain, socket)
             # What is queued holds up what comes after it, be it a new stream's first token: it goes before the writers
             # of all others. Credit bounds it, which they bring about.
             await self._flow.serve(self.config.serve if emptied else 0.0)
-            if emptied and self._flow:
+            if time.monotonic() - rested > self.config.busy:
                 await self._rest()
+                rested = time.monotonic()
             else:
                 await asyncio.sleep(0)
 

@@ -15,6 +15,9 @@ from tests.kernels.ptx.stats import Access, Stats
 pytestmark = pytest.mark.nvrtc
 
 BF16 = torch.bfloat16
+# Bank accesses of the copies' arrival over the least possible. Rows of 10 or 12 vectors, padded by one: where eight
+# neighbouring lanes cross a row's end, two of them meet one bank. Three groups of five do so, and one of three.
+ARRIVALS = {80: 1.6, 96: 4 / 3}
 
 
 def _matching(stats: Stats, text: str) -> list[Access]:
@@ -45,8 +48,7 @@ def test_decode_reads_every_byte_once(head_dim: int, group: int) -> None:
     assert _total_factor(loads) == 1.0
     assert _total_factor(_matching(stats, "ldmatrix")) == 1.0
     arrivals = _total_factor([access for access in copies if access.space == "shared"])
-    # Rows of 10 or 12 vectors, padded by one: eight neighbours that cross a row's end meet one bank twice.
-    assert arrivals == 1.0 if head_dim in (64, 128, 256) else arrivals < 2.0
+    assert arrivals == pytest.approx(ARRIVALS.get(head_dim, 1.0))
     merge = [access for access in stats.accesses.values() if access.space == "shared" and "v2.f32" in access.where]
     assert _total_factor(merge) < 1.1
 
@@ -59,8 +61,10 @@ def test_prefill_has_no_bank_conflicts(head_dim: int) -> None:
     assert max_error(batch, attend(launcher, batch)) < TOLERANCE[BF16]
     stats = launcher.stats[f"paged_prefill<bf16, {head_dim}>"]
     assert _total_factor(_matching(stats, "ldmatrix")) == 1.0
-    loads = [access for access in _matching(stats, "cp.async.cg") if access.space == "global"]
-    assert _total_factor(loads) == 1.0
+    copies = _matching(stats, "cp.async.cg")
+    assert _total_factor([access for access in copies if access.space == "global"]) == 1.0
+    arrivals = _total_factor([access for access in copies if access.space == "shared"])
+    assert arrivals == pytest.approx(ARRIVALS.get(head_dim, 1.0))
 
 
 def test_elementwise_kernels_are_coalesced() -> None:

@@ -2,7 +2,8 @@
 
     python -m tests.e2e.planted_scheduler FLAGS
 
-A prompt that begins with CRASH ends the core at its admission, one that begins with LATER at its output number OUTPUTS.
+At the admission of a prompt that begins with CRASH the core ends, with SPIN it stands still; with LATER it ends at
+output number OUTPUTS.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from scheduler_svc.core.prefix_cache import Prefix
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence
 
-CRASH, LATER = 377, 378
+CRASH, LATER, SPIN = 377, 378, 379
 
 OUTPUTS = 6
 
@@ -36,6 +37,8 @@ def first(sequence: Sequence) -> int:
 def admit(self: Residency, executor: ExecutorState, sequence: Sequence, hits: Prefix) -> int:
     if first(sequence) == CRASH:
         raise RuntimeError("planted")
+    while first(sequence) == SPIN:
+        pass
     return _admit(self, executor, sequence, hits)
 
 

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from tests.e2e.harness import Cluster, HealthWatch
-from tests.e2e.planted_scheduler import CRASH, LATER
+from tests.e2e.planted_scheduler import CRASH, LATER, SPIN
 from tests.e2e.process import TIMEOUT, bounded, gone
 from tests.e2e.streams import GREEDY, Answer, generate, one, random_prompt, request
 from tests.e2e.verify import settled
@@ -72,6 +72,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("how", ["full", "read-only"])
 def test_its_folder_takes_nothing(restartable: Cluster, small_disk: Path, how: str) -> None:
     """The socket between core and API workers cannot be made: no spinning, the reason in the log, and all goes on."""
+    restartable.forget_status()
     usual, restartable.run_dir = restartable.run_dir, small_disk / "run"
     try:
         restartable.restart_scheduler("--core-down-limit", "60")
@@ -130,7 +131,10 @@ def unwritable(cluster: Cluster, disk: Path, how: str) -> Iterator[None]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("token", "mates"),
-    [(CRASH, 12), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((CRASH, 0), (LATER, 0), (LATER, 12)))],
+    [
+        (CRASH, 12),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((CRASH, 0), (LATER, 0), (LATER, 12), (SPIN, 2))),
+    ],
 )
 def test_a_request_that_crashes_every_core(tiny: Path, tmp_path: Path, token: int, mates: int) -> None:
     """It alone ends, whichever of two API workers submits it; what runs beside it goes on."""

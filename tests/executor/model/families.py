@@ -127,13 +127,17 @@ CASES = {
 }
 
 
-def reference_logits(folder: Path, ids: list[int], **settings: Any) -> torch.Tensor:
-    """Of ``transformers`` in float32, fed the whole sequence; ``settings`` replace the folder's. The attention is its
-    plain one: the fused one leaves out softcaps."""
+def reference_logits(folder: Path, ids: list[int], half: bool = False, **settings: Any) -> torch.Tensor:
+    """Of ``transformers`` in float32, fed the whole sequence; ``settings`` replace the folder's. ``half``: matrices are
+    rounded to float16 first, as ``--weights float16`` serves them. The attention is the plain one: the fused one leaves
+    out softcaps."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **settings)
     with torch.inference_mode():
+        for parameter in model.parameters() if half else ():
+            if parameter.dim() == 2:
+                parameter.copy_(parameter.half())
         return model(torch.tensor([ids])).logits[0]
 
 

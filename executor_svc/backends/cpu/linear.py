@@ -4,16 +4,14 @@ The float ones are not batch invariant alone: ``row_tile`` makes them so. int8 i
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from executor_svc.backends.cpu.quantize import LIMIT, quantize_rows
+from executor_svc.backends.cpu.quantize import quantize_groups
 
 WEIGHTS = ("float16", "float32", "int8")
-_EXACT_TERMS = 2**24 // LIMIT**2  # so many products of two int8 numbers sum exactly in float32, in any order
 
 
 class Linear(Protocol):
@@ -47,35 +45,24 @@ class Float16Linear:
 
 
 class Int8Linear:
-    """int8 weights, one scale an output; activations as int8, one scale a row; exact sums (``quantize``)."""
+    """int8 weights and activations, a scale for each group of both (``quantize``); the sum of a group is exact.
+
+    Not by ``torch._int_mm``: where the CPU has no VNNI it adds pairs of products in 16 bits, which saturates (seen
+    with 2.13). In float32 the products of a group sum exactly, in any order.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._values, self._scales = quantize_rows(weight.float())
+        values, scales = quantize_groups(weight.float())
+        self._values, self._scales = values.transpose(0, 1).contiguous(), scales.T.contiguous()
         self.shape = (weight.shape[0], weight.shape[1])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        values, scales = quantize_rows(x)
-        return int8_products(values, self._values).float() * self._scales * scales[:, None]
-
-
-def int8_products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """int8 [M, K], int8 [N, K] -> int32 [M, N], exact."""
-    if _int_mm_is_exact():
-        return torch._int_mm(x, weight.T)
-    pieces = zip(x.split(_EXACT_TERMS, dim=1), weight.split(_EXACT_TERMS, dim=1), strict=True)
-    total = torch.zeros(len(x), len(weight), dtype=torch.int32)
-    for x_piece, weight_piece in pieces:
-        total += F.linear(x_piece.float(), weight_piece.float()).to(torch.int32)
-    return total
-
-
-@cache
-def _int_mm_is_exact() -> bool:
-    """Without VNNI, torch's int8 product sums pairs in 16 bits, which saturates (seen with 2.13 on AVX2)."""
-    signs = torch.tensor([1, 1, -1, -1, 1, -1, 1, 1], dtype=torch.int8).repeat(32)
-    x, weight = (signs * LIMIT).expand(32, -1).contiguous(), torch.full((64, 256), LIMIT, dtype=torch.int8)
-    wanted = int(signs.sum()) * LIMIT**2
-    return bool((torch._int_mm(x, weight.T) == wanted).all())
+        values, scales = quantize_groups(x)
+        y = torch.zeros(len(x), self.shape[0])
+        for group, (weight, weight_scales) in enumerate(zip(self._values, self._scales, strict=True)):
+            sums = F.linear(values[:, group].float(), weight.float())
+            y += sums * weight_scales * scales[:, group, None]
+        return y
 
 
 def make_linear(weight: torch.Tensor, weights: str) -> Linear:

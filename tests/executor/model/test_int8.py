@@ -1,4 +1,4 @@
-"""int8 weights: exact sums on every instruction set, the same in torch, and a numerics fingerprint of their own."""
+"""int8 weights: the same bits on every instruction set and in torch, and a numerics fingerprint of their own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from executor_svc.backends.cpu import linear as torch_linear
-from executor_svc.backends.cpu.linear import Int8Linear, int8_products
-from executor_svc.backends.cpu.quantize import quantize_rows
+from executor_svc.backends.cpu.linear import Int8Linear
+from executor_svc.backends.cpu.quantize import group_size, quantize_groups
 from executor_svc.models.load import load_model
 
-SHAPES = [(576, 1536), (960, 576), (40, 16), (16, 4096)]  # (N, K); 40 columns do not fill their panels
+SHAPES = [(192, 1536), (320, 576), (40, 16), (48, 96), (16, 4096)]  # (N, K); 40 columns do not fill their panels
 ROWS = [*range(1, 15), 25, 96, 130]
 Floats = npt.NDArray[np.float32]
 
@@ -49,13 +48,13 @@ def compiled(name: str) -> Product:
     from executor_svc.backends.cpu.native.quantize import make_quantize_row
 
     method = getattr(gemm_int8, name)
-    block, quantize_row, x_bytes = gemm_int8.make_block_int8(method), make_quantize_row(method), method.x_bytes
+    block, quantize_row = gemm_int8.make_block_int8(method), make_quantize_row(method)
 
     @numba.njit(nogil=True)
-    def run(rows, panels, x, k, w, panel, y, quantized, scales):  # type: ignore[no-untyped-def]
+    def run(rows, panels, x, k, group, w, panel, y, quantized, stride):  # type: ignore[no-untyped-def]
         for row in range(rows):
-            quantize_row(x + row * k * 4, quantized + row * k * x_bytes, scales + row * 4, k // 16)
-        block(rows, panels, quantized, k * x_bytes, w, panel, k, y, panels * 64, scales)
+            quantize_row(x + row * k * 4, quantized + row * stride, k, group)
+        block(rows, panels, quantized, stride, w, panel, k, group, y, panels * 64)
 
     packs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -64,28 +63,35 @@ def compiled(name: str) -> Product:
             packs[id(weight)] = weight, gemm_int8.pack_panels_int8(weight, method)
         packed = packs[id(weight)][1]
         rows, k = x.shape
+        group = group_size(k)
+        stride = gemm_int8.row_bytes(k, group, method.x_bytes)
+        assert stride <= 3 * k
         y = torch.full((rows, 16 * len(packed)), torch.nan)
-        quantized, scales = torch.zeros(rows, k, dtype=torch.int16), torch.zeros(rows)
-        addresses = (t.data_ptr() for t in (x, packed, y, quantized, scales))
-        x_at, w_at, y_at, quantized_at, scales_at = addresses
-        run(rows, len(packed), x_at, k, w_at, packed.shape[1], y_at, quantized_at, scales_at)
+        quantized = torch.zeros(rows, stride, dtype=torch.uint8)
+        x_at, w_at, y_at, quantized_at = (t.data_ptr() for t in (x, packed, y, quantized))
+        run(rows, len(packed), x_at, k, group, w_at, packed.shape[1], y_at, quantized_at, stride)
         return y
 
     return product
 
 
 def numpy_quantize(x: Floats) -> tuple[npt.NDArray[np.int32], Floats]:
-    largest = np.abs(x).max(axis=1, keepdims=True)
+    grouped = x.reshape(len(x), -1, group_size(x.shape[1]))
+    largest = np.abs(grouped).max(axis=2, keepdims=True)
     with np.errstate(divide="ignore"):
         inverse = np.where(largest > 0, np.float32(127) / largest, np.float32(0))
-    return np.rint(x * inverse).astype(np.int32), (largest / np.float32(127))[:, 0]
+    return np.rint(grouped * inverse).astype(np.int32), (largest / np.float32(127))[..., 0]
 
 
 def expected(x: torch.Tensor, weight: torch.Tensor) -> Floats:
-    """int32 sums in numpy, then the two scales in float32."""
+    """int32 sums of each group in numpy, then the chain of scales and sums in float32."""
     qx, sx = numpy_quantize(x.numpy())
     qw, sw = numpy_quantize(weight.numpy())
-    return (qx @ qw.T).astype(np.float32) * sw * sx[:, None]
+    y = np.zeros((len(x), len(weight)), np.float32)
+    for group in range(qx.shape[1]):
+        sums = qx[:, group] @ qw[:, group].T
+        y += sums.astype(np.float32) * sw[:, group] * sx[:, group, None]
+    return y
 
 
 def example(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,7 +105,7 @@ def example(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_every_instruction_set_gives_the_exact_sums_for_any_number_of_rows(n: int, k: int) -> None:
+def test_every_instruction_set_gives_the_same_bits_for_any_number_of_rows(n: int, k: int) -> None:
     x, weight = example(n, k)
     wanted = expected(x, weight)
     for name in methods():
@@ -110,25 +116,13 @@ def test_every_instruction_set_gives_the_exact_sums_for_any_number_of_rows(n: in
             assert not got[:, n:].any(), f"{name}: a missing column is not zero"
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_torch_gives_the_same_bits_with_and_without_its_int8_product(
-    n: int, k: int, exact: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if exact and not torch_linear._int_mm_is_exact():
-        pytest.skip("torch's int8 product saturates on this CPU")
-    monkeypatch.setattr(torch_linear, "_int_mm_is_exact", lambda: exact)
+def test_torch_gives_the_same_bits(n: int, k: int) -> None:
     x, weight = example(n, k)
     wanted = expected(x, weight)
     linear = Int8Linear(weight)
     for rows in (1, 2, 17, 130):
         assert np.array_equal(linear(x[:rows]).numpy(), wanted[:rows]), f"{rows} rows"
-
-
-def test_torch_sums_the_largest_products_exactly() -> None:
-    x = torch.full((20, 5000), 127, dtype=torch.int8)
-    weight = torch.full((32, 5000), -127, dtype=torch.int8)
-    assert bool((int8_products(x, weight) == -127 * 127 * 5000).all())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -144,7 +138,7 @@ def test_a_row_that_is_not_finite_gives_nan_and_harms_no_other(bad: float) -> No
         assert np.array_equal(y[others].numpy(), wanted[others])
 
 
-def test_rows_too_small_to_scale_are_zeros() -> None:
+def test_groups_too_small_to_scale_are_zeros() -> None:
     x, weight = example(40, 16)
     for size in (1e-45, 1e-38, 7e-31):
         x[0] = size
@@ -153,23 +147,22 @@ def test_rows_too_small_to_scale_are_zeros() -> None:
             assert bool(y[1].isfinite().all())
 
 
-def test_quantising_is_within_half_a_step_and_symmetric() -> None:
-    x = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
-    values, scales = quantize_rows(x)
-    assert int(values.abs().max()) == 127
-    assert bool(((values * scales[:, None] - x).abs() <= scales[:, None] * 0.5001).all())
-    negated, same = quantize_rows(-x)
+@pytest.mark.parametrize(("k", "group"), [(576, 32), (1536, 32), (48, 16), (16, 16)])
+def test_quantising_is_within_half_a_step_and_symmetric(k: int, group: int) -> None:
+    x = torch.randn(50, k, generator=torch.Generator().manual_seed(0))
+    values, scales = quantize_groups(x)
+    assert values.shape == (50, k // group, group)
+    assert bool((values.abs().amax(dim=2) == 127).all())
+    error = (values * scales[..., None]).view(50, k) - x
+    assert bool((error.abs().view(values.shape) <= scales[..., None] * 0.5001).all())
+    negated, same = quantize_groups(-x)
     assert torch.equal(negated, -values)
     assert torch.equal(same, scales)
 
 
-@pytest.mark.parametrize(("k", "words"), [(24, "multiple of 16"), (66_320, "at most")])
-def test_inputs_that_int8_sums_cannot_hold_are_refused(k: int, words: str) -> None:
-    pytest.importorskip("numba")
-    from executor_svc.backends.cpu.native.gemm_int8 import PLAIN, pack_panels_int8
-
-    with pytest.raises(ValueError, match=words):
-        pack_panels_int8(torch.zeros(16, k), PLAIN)
+def test_a_width_that_is_no_multiple_of_16_is_refused() -> None:
+    with pytest.raises(ValueError, match="24 inputs: must be a multiple of 16"):
+        Int8Linear(torch.zeros(16, 24))
 
 
 @pytest.mark.parametrize("attention", ["numba", "torch"])
@@ -193,4 +186,4 @@ def test_int8_stays_near_float32(tiny: Path, load: Any) -> None:
     exact = logits.pop(("float32", "numba"))
     for name, got in logits.items():
         error = (got - exact).norm() / exact.norm()
-        assert 1e-4 < error < 0.05, f"{name}: relative error {error:.4f}"
+        assert 1e-4 < error < 0.02, f"{name}: relative error {error:.4f}"

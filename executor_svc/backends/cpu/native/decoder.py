@@ -176,8 +176,8 @@ class NativeDecoder:
         rows = capacity * max(1, config.experts_per_token)
         if self._weights == "int8":
             most = max(config.hidden_size, config.q_size, config.intermediate_size, config.expert_intermediate_size)
-            self._quantized = torch.zeros(rows, most, dtype=torch.int16), torch.zeros(rows)
-            self._step[at.QUANTIZED], self._step[at.ROW_SCALES] = (t.data_ptr() for t in self._quantized)
+            self._quantized = torch.zeros(rows, 3 * most, dtype=torch.uint8)
+            self._step[at.QUANTIZED] = self._quantized.data_ptr()
         if config.num_experts:
             self._reserve_experts(rows)
         self._capacity = capacity

@@ -29,10 +29,10 @@ FLOATS_SIZE = 10
 TOKENS, WANTED, NUM_ITEMS, MAX_BLOCKS = range(4)
 X, NORMED, DELTA, QKV_OUT, ATTENDED, GATE_UP_OUT, ACTIVATED, LOGITS = range(4, 12)
 POSITIONS, KV_SLOTS, WANTED_INDICES, BLOCK_TABLES, ITEMS, COUNTERS, SCRATCH, SCRATCH_BYTES, MODEL = range(12, 21)
-X_WANTED, ATTENDED_WANTED, QUANTIZED, ROW_SCALES = range(21, 25)  # the last two: int8 weights only
+X_WANTED, ATTENDED_WANTED, QUANTIZED = range(21, 24)  # the last: [rows, 3 of the widest input] bytes, int8 only
 # Experts: [rows, experts per token] each; then [experts], the blocks' table, and rows in the experts' order.
-EXPERT_IDS, EXPERT_WEIGHTS, PLACES, SOURCES, EXPERT_COUNTS, EXPERT_BLOCKS, EXPERT_IN, EXPERT_OUT = range(25, 33)
-STEP_SIZE = 33
+EXPERT_IDS, EXPERT_WEIGHTS, PLACES, SOURCES, EXPERT_COUNTS, EXPERT_BLOCKS, EXPERT_IN, EXPERT_OUT = range(24, 32)
+STEP_SIZE = 32
 
 # The blocks' table has BLOCK_ENTRY entries for each block: expert, first row, rows (0 to ROW_BLOCK).
 BLOCK_ENTRY = 3

@@ -10,7 +10,13 @@ from typing import Any
 from numba import njit
 
 from executor_svc.backends.cpu.native.gemm import BYTES, TILES_AVX2, TILES_AVX512, make_block
-from executor_svc.backends.cpu.native.gemm_int8 import HEADER, Method, host_method, make_block_int8
+from executor_svc.backends.cpu.native.gemm_int8 import (
+    Method,
+    host_method,
+    make_block_int8,
+    panel_bytes,
+    row_bytes,
+)
 from executor_svc.backends.cpu.native.layout import (
     BLOCK_ENTRY,
     FLOATS,
@@ -21,12 +27,12 @@ from executor_svc.backends.cpu.native.layout import (
     PRELUDE_OFFSET,
     QUANTIZED,
     ROW_BLOCK,
-    ROW_SCALES,
 )
 from executor_svc.backends.cpu.native.phases import finish, take
 from executor_svc.backends.cpu.native.quantize import make_quantize_row
 from executor_svc.backends.cpu.native.rows import add_row, gate_mul_row
 from executor_svc.backends.cpu.native.vector import LANES, load_float, load_int
+from executor_svc.backends.cpu.quantize import group_size
 
 ROWS_PER_ITEM = 4  # rows of one item of quantising
 
@@ -106,27 +112,29 @@ def _floats(weights: str, tiles: dict[int, int]) -> tuple[Any, Any]:
 
 def _int8(method: Method) -> tuple[Any, Any]:
     block, quantize_row, x_bytes = make_block_int8(method), make_quantize_row(method), method.x_bytes
+    group_of, row_size, panel_size = (
+        njit(nogil=True, error_model="numpy")(function) for function in (group_size, row_bytes, panel_bytes)
+    )
 
     @njit(nogil=True, error_model="numpy")
     def prepare(counter, step, rows, x, k):  # type: ignore[no-untyped-def]
-        items, done = (rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 0
+        items, done, group = (rows + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM, 0, group_of(k)
+        stride = row_size(k, group, x_bytes)
         while True:
             item = take(counter, items)
             if item == items:
                 break
             for row in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, rows)):
-                quantize_row(
-                    x + row * k * 4, step[QUANTIZED] + row * k * x_bytes, step[ROW_SCALES] + row * 4, k // LANES
-                )
+                quantize_row(x + row * k * 4, step[QUANTIZED] + row * stride, k, group)
             done += 1
         finish(counter, done, items)
 
     @njit(nogil=True, error_model="numpy")
     def multiply(step, row, rows, panel, panels, x, k, w, y, y_stride):  # type: ignore[no-untyped-def]
-        size = HEADER + k * LANES
+        group = group_of(k)
+        size, stride = panel_size(k, group), row_size(k, group, x_bytes)
         block(
-            rows, panels, step[QUANTIZED] + row * k * x_bytes, k * x_bytes, w + panel * size, size, k, y, y_stride,
-            step[ROW_SCALES] + row * 4,
+            rows, panels, step[QUANTIZED] + row * stride, stride, w + panel * size, size, k, group, y, y_stride
         )  # fmt: skip
 
     return prepare, multiply

@@ -22,7 +22,8 @@ DIFFERENCES = (  # and "rotary_dim"
     "embedding_scale", "attention_scale", "attention_softcap", "final_softcap", "num_experts", "normalize_experts",
     "dense_layers",
 )  # fmt: skip
-MAX_LAYERS, MAX_EXPERTS = 2048, 2048  # so that a hostile config cannot name parameters without end
+# So that a hostile config cannot name parameters without end; the last is for the experts of all layers together.
+MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 2048, 2048, 1 << 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -137,6 +138,10 @@ class ModelConfig:
         if self.num_layers > MAX_LAYERS or self.num_experts > MAX_EXPERTS:
             raise CheckpointError(
                 f"config: {self.num_layers} layers of {self.num_experts} experts; at most {MAX_LAYERS} of {MAX_EXPERTS}"
+            )
+        if self.num_layers * self.num_experts > MAX_ALL_EXPERTS:
+            raise CheckpointError(
+                f"config: {self.num_layers} layers of {self.num_experts} experts; at most {MAX_ALL_EXPERTS} in all"
             )
         for rope in (self.rope, *(() if self.local_rope is None else (self.local_rope,))):
             rope.check(self.head_dim)

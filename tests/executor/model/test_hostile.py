@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import struct
@@ -221,6 +222,15 @@ def test_json_that_is_too_deep_too_large_or_none(copy: Path) -> None:
         (copy / name).unlink()
         if original is not None:
             (copy / name).write_bytes(original)
+
+
+def test_a_config_cannot_name_parameters_without_end(copy: Path) -> None:
+    config = open_checkpoint(copy).config
+    for layers, experts in ((4096, 0), (1, 4096), (2048, 2048)):
+        with pytest.raises(CheckpointError, match=f"{layers} layers of {experts} experts; at most"):
+            dataclasses.replace(
+                config, num_layers=layers, num_experts=experts, experts_per_token=1, expert_intermediate_size=64
+            )
 
 
 def campaign(tiny: Path, folder: Path, seed: int, count: int, *options: str) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import platform
 import signal
 import sys
@@ -16,6 +18,7 @@ from executor_svc.errors import DeviceUnavailable
 from executor_svc.kv_memory import free_memory, num_blocks
 from executor_svc.malloc import keep_freed_memory
 from executor_svc.weights.errors import CheckpointError
+from executor_svc.weights.hub import HubError, HubModel, fetch
 
 if TYPE_CHECKING:
     from executor_svc.backends.cuda.device import Device
@@ -40,6 +43,9 @@ def main() -> int:
     except DeviceUnavailable as error:
         print(f"executor: --device {config.device}: {error}; use --device cpu", file=sys.stderr)
         return 2  # as for an option that cannot be
+    except HubError as error:
+        print(f"executor: --model {error}", file=sys.stderr)
+        return 2
     except (CheckpointError, ValueError, OSError, MemoryError) as error:
         # Everything that a user can put right: one line, no traceback.
         print(f"executor: {error or type(error).__name__}", file=sys.stderr)
@@ -48,13 +54,14 @@ def main() -> int:
 
 
 def run(config: ExecutorConfig) -> None:
+    source = located(config)
     from executor_svc.sampling import sampler  # torch and numba: only after the options were checked
     from executor_svc.service import ExecutorService
     from protos.step import Limits
 
     device = open_device(config)
     started = time.monotonic()
-    model, assets = load(config, device)
+    model, assets = load(config, device, source)
     facts = model.facts
     runner, blocks = prepare(model, config)
     if device is None:
@@ -138,8 +145,15 @@ def prepare(model: Model, config: ExecutorConfig) -> tuple[ModelRunner, int]:
     return ModelRunner(model, config.max_slots), blocks
 
 
-def load(config: ExecutorConfig, device: Device | None) -> tuple[Model, dict[str, bytes]]:
-    """The model and the files that the scheduler will ask for."""
+def located(config: ExecutorConfig) -> HubModel | None:
+    """The model fetched from the hub where ``--model`` is not a path; before anything heavy is imported."""
+    if config.null_vocab is not None or os.path.exists(config.model):
+        return None
+    return fetch(config.model)
+
+
+def load(config: ExecutorConfig, device: Device | None, source: HubModel | None) -> tuple[Model, dict[str, bytes]]:
+    """The model and the files that the scheduler will ask for; source.json names the commit of a model of the hub."""
     if config.null_vocab is not None:
         import torch
 
@@ -150,15 +164,17 @@ def load(config: ExecutorConfig, device: Device | None) -> tuple[Model, dict[str
     from executor_svc.models.load import load_model
 
     loaded = load_model(
-        config.model,
+        source.path if source else config.model,
         device=device,
         weights=config.weights,
         threads=config.threads,
         attention=config.attention,
-        progress=progress_bar() if sys.stderr.isatty() else None,
-        name=config.name,
+        progress=progress_bar() if sys.stderr.isatty() else progress_log(),
+        name=config.name or (source.repo if source else None),
         context_length=config.context_length,
     )
+    if source:
+        loaded.assets["source.json"] = json.dumps({"repo": source.repo, "commit": source.commit}).encode()
     return loaded.model, loaded.assets
 
 
@@ -173,6 +189,16 @@ def progress_bar() -> Callable[[int, int], None]:
         bar.update(done - bar.n)
         if done >= total:
             bar.close()
+
+    return progress
+
+
+def progress_log() -> Callable[[int, int], None]:
+    """A callback that logs every quarter of the tensors read."""
+
+    def progress(done: int, total: int) -> None:
+        if 4 * done // total > 4 * (done - 1) // total:
+            log.info("weights", extra={"tensors": done, "of": total})
 
     return progress
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from executor_svc import logs
 from executor_svc.homing import REHOME_AFTER
 from executor_svc.kv_memory import parse_size
+from executor_svc.weights.hub import is_hub_id
 from protos.link_keys import LinkKeys
 
 NULL_PREFIX = "null:"
+_MODEL_HELP = "Hugging Face folder, .gguf file, or hub id ORG/NAME[@REVISION]; null:VOCAB for no model"
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         prog="python -m executor_svc", description="Run a model's forward passes for a Stepwire scheduler."
     )
     add = parser.add_argument
-    add("--model", required=True, metavar="PATH", help="Hugging Face folder or .gguf file; null:VOCAB for no model")
+    add("--model", required=True, metavar="MODEL", help=_MODEL_HELP)
     add(
         "--scheduler",
         required=True,
@@ -126,7 +128,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         vocab = args.model[len(NULL_PREFIX) :]
         if not vocab.isdecimal() or not 3 <= int(vocab) <= 65536:
             parser.error(f"--model {args.model}: null:VOCAB with a vocabulary of 3 to 65536")
-    elif not os.path.exists(args.model):
+    elif not os.path.exists(args.model) and not is_hub_id(args.model):
         parser.error(f"--model {args.model}: no such file or folder")
     if args.device == "cpu" and args.weights == "bfloat16":
         parser.error("--weights bfloat16: only with --device cuda")

@@ -19,7 +19,7 @@ EXTRAS = {
     "stepwire": [],
     "protos": ["link"],
     "scheduler_svc": ["scheduler"],
-    "executor_svc": ["executor", "gpu"],
+    "executor_svc": ["executor", "hub", "gpu"],
     "deploy": ["scheduler"],
     "tests": ["dev", "gpu"],
 }

@@ -26,8 +26,10 @@ from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.front_desk import FrontDesk
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Message, Outbox
 from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.queue import Entry
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.routing import Routing
+from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.sessions import Sessions
 from scheduler_svc.core.streams import Streams
 from scheduler_svc.core.suspects import Suspects
@@ -37,6 +39,7 @@ from scheduler_svc.core.workers import Workers
 log = logging.getLogger(__name__)
 
 _SURVEY_INTERVAL = 1.0  # seconds between looks for requests that nobody can take
+_SURVEYED_A_TICK = 2048  # of them
 
 
 class Core:
@@ -66,6 +69,7 @@ class Core:
         self.sessions = Sessions(self)
         self._last_tick = now
         self._last_survey = now
+        self._to_survey: list[list[Entry]] = []  # waiting sequences of this look that are still to be looked at
 
     # -- events ------------------------------------------------------------------------------------------------------
 
@@ -127,12 +131,13 @@ class Core:
             age, allowed = self._step_age(executor, now)
             if age > allowed:
                 self.sessions.hung(executor, age, now)
-        if now - self._last_survey >= _SURVEY_INTERVAL:
+        if now - self._last_survey >= _SURVEY_INTERVAL and not self._to_survey:
             self._last_survey = now
-            self._survey(now)
+            self._to_survey = [line for entry in self.fleet.models.values() for line in entry.queue.lines()]
             self.tenants.forget_idle(now)
             if self.fleet.forget_old(now):
                 self.fleet_changed = True
+        self._survey(now)
         self._ping(self.outbox.silent_since(now - self.config.ping_interval))
 
     def _ping(self, destinations: list[Destination]) -> None:
@@ -193,24 +198,29 @@ class Core:
         return now - max(oldest.sent_at, executor.last_answer), executor.step_age.allowed(oldest)
 
     def _survey(self, now: float) -> None:
-        """End requests that no executor could take for too long."""
-        for entry in list(self.fleet.models.values()):
-            usable = [e.max_sequence_tokens for e in entry.executors if e.status is ExecutorStatus.READY]
-            most = max(usable, default=0)
-            for sequence in list(entry.queue.unordered()):
-                if sequence.limit <= most and not sequence.outputs:
-                    sequence.unroutable_since = 0.0
-                    continue
-                if any(self.routing.may_admit(executor, sequence) for executor in entry.executors):
-                    sequence.unroutable_since = 0.0
-                    continue
-                if sequence.unroutable_since == 0.0:
-                    left = now if entry.executors else entry.empty_since
-                    sequence.unroutable_since = max(sequence.enqueued, left)
-                if now - sequence.unroutable_since < self.config.wait_for_executor:
-                    continue
-                if self.streams.by_key.get(sequence.stream.key) is not sequence.stream:
-                    continue  # a choice before it ended the stream
-                waited = f"no executor of {entry.name!r} that can run this request came within "
-                waited += f"{self.config.wait_for_executor:g} s"
-                self.streams.fail(sequence.stream, front.UNAVAILABLE, waited, retry_after=1.0)
+        """End requests that no executor could take for too long. Looks at some of those that wait, the next ones at the
+        next tick."""
+        for _ in range(_SURVEYED_A_TICK):
+            while self._to_survey and not self._to_survey[-1]:
+                self._to_survey.pop()
+            if not self._to_survey:
+                return
+            _, sequence = self._to_survey[-1].pop()
+            if sequence.state is State.WAITING:
+                self._end_if_unroutable(sequence, now)
+
+    def _end_if_unroutable(self, sequence: Sequence, now: float) -> None:
+        entry = sequence.stream.model
+        if any(self.routing.may_admit(executor, sequence) for executor in entry.executors):
+            sequence.unroutable_since = 0.0
+            return
+        if sequence.unroutable_since == 0.0:
+            left = now if entry.executors else entry.empty_since
+            sequence.unroutable_since = max(sequence.enqueued, left)
+        if now - sequence.unroutable_since < self.config.wait_for_executor:
+            return
+        if self.streams.by_key.get(sequence.stream.key) is not sequence.stream:
+            return  # a choice before it ended the stream
+        waited = f"no executor of {entry.name!r} that can run this request came within "
+        waited += f"{self.config.wait_for_executor:g} s"
+        self.streams.fail(sequence.stream, front.UNAVAILABLE, waited, retry_after=1.0)

@@ -35,7 +35,7 @@ _NONE = np.empty(0, dtype=np.int32)
 _NO_PAIRS = np.empty((0, 2), dtype=np.int32)
 _NO_ROWS = np.empty(0, dtype=np.intp)
 _MOST_LOOKED_AT = 128  # waiting for a prefix, in one plan: what it costs has a bound
-_MOST_PEAKS = 8  # peaks of KV (kv_peak.py) that one plan works out
+_MOST_PEAKS = 8  # admissions of one plan for which the peak of KV is worked out (kv_peak.py)
 _LOGPROB_VALUES = 2**18  # of prompt tokens that one plan may ask for: 2 MB of its result
 
 
@@ -254,8 +254,11 @@ class Planner:
             if table.free and self._residency.has_blocks(executor, sequence, hits, headroom):
                 if alone or self._routing.limits_fit(executor, sequence):
                     return hits
-                draft.peaks_left -= 1
-                if draft.peaks_left >= 0 and self._routing.peak_fits(executor, sequence):
+                if draft.peaks_left == 0:
+                    sequence.waits_for = "its turn"
+                    return None  # so many were admitted that way already
+                if self._routing.peak_fits(executor, sequence):
+                    draft.peaks_left -= 1
                     return hits
                 sequence.waits_for = "KV that those which run may come to need"
             else:
@@ -267,6 +270,9 @@ class Planner:
             else:
                 candidates = self._idle(executor, draft, runnable)
             victim = policy.victim(executor, candidates, runnable, forced=alone)
+            if victim is None and not (alone or draft.prefill or len(draft.decode) or executor.inflight):
+                # Nothing moves here: who may not run gives way even without a token since its last preemption.
+                victim = policy.victim(executor, candidates, runnable, forced=True)
             if victim is None:
                 return None
             self._residency.preempt(executor, victim, now)

@@ -20,14 +20,14 @@ from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.sequence import Sequence, State
 
 _Key = tuple[int, float, int]
-_Entry = tuple[_Key, Sequence]
+Entry = tuple[_Key, Sequence]
 
 
 class WaitingQueue:
     def __init__(self, ageing: float, shares: FairShares | None = None) -> None:
         self._ageing = ageing
         self.shares = shares or FairShares(0.0, 0)
-        self._lines: dict[str, list[_Entry]] = {}  # by tenant, each in order of its keys; no empty ones
+        self._lines: dict[str, list[Entry]] = {}  # by tenant, each in order of its keys; no empty ones
         self._length = 0
         self.tokens: Counter[str] = Counter()  # by tenant: known tokens of its sequences here
 
@@ -61,6 +61,10 @@ class WaitingQueue:
             heapq.heappop(heads)
             yield sequence
             add_next(tenant)
+
+    def lines(self) -> list[list[Entry]]:
+        """Copies, one a tenant, each in order."""
+        return [line.copy() for line in self._lines.values()]
 
     def unordered(self) -> Iterator[Sequence]:
         """Every one, in no order that matters; nothing may be removed while it runs."""
@@ -127,5 +131,5 @@ class WaitingQueue:
         return (key[0], key[1] + self.shares.put_back(tenant, floor), key[2]) if key[0] else key
 
 
-def _key(entry: _Entry) -> _Key:
+def _key(entry: Entry) -> _Key:
     return entry[0]

@@ -19,7 +19,7 @@ from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.hf_families import ARCHITECTURES
 from executor_svc.models.parameters import EMBEDDING, FINAL_NORM, HEAD, layer_shapes, parameter_shapes
-from executor_svc.models.rope import rope_table
+from executor_svc.models.rope import rope_table, table_digest
 from executor_svc.weights.checkpoint import Checkpoint, open_checkpoint
 from executor_svc.weights.errors import CheckpointError
 
@@ -55,8 +55,8 @@ def load_model(
     ``float32``, or on a GPU ``bfloat16``. ``threads``: CPU threads, all cores if
     None. ``attention``: ``numba``, ``torch``, or None for numba where it is installed. ``name``: how the model is
     announced, the file's or folder's name if None. ``context_length``: tokens to serve, all that the model is for if
-    None. Raises ``CheckpointError`` for a checkpoint that cannot be served
-    correctly and ``ValueError`` for an unknown option.
+    None. Raises ``CheckpointError`` for a checkpoint that cannot be served correctly and ``ValueError`` for an unknown
+    option.
     """
     path = Path(path)
     checkpoint = open_checkpoint(path)
@@ -77,7 +77,7 @@ def load_model(
         builder = CudaBuilder(config, rope, weights, device, local)
         kv_bytes = WEIGHTS[weights].itemsize
     _fill(builder, checkpoint, weights == "float16", progress)
-    numerics = builder.numerics()
+    numerics = f"{builder.numerics()}, rope {table_digest(rope, local)}"
     facts = ModelFacts(
         name=name or (path.stem if path.suffix == ".gguf" else path.resolve().name),
         architecture=ARCHITECTURES[config.family],

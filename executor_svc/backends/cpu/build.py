@@ -15,7 +15,6 @@ from executor_svc.backends.cpu.torch_ops import TorchOps
 from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import Decoder, DecoderLayer
-from executor_svc.models.rope import table_digest
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,8 @@ class CpuBuilder(Protocol):
     def set_layer(self, index: int, parts: dict[str, torch.Tensor]) -> None: ...
 
     def numerics(self) -> str:
-        """In words, all that decides the bits of the results beside the weights. Call it after all ``set_...``."""
+        """In words, all that decides the bits of the results beside weights and ropes. Call it after all
+        ``set_...``."""
         ...
 
     def build(self, facts: ModelFacts) -> Model: ...
@@ -50,7 +50,6 @@ class TorchBuilder:
     ) -> None:
         self._config = config
         self._ops = TorchOps(config, rope, local_rope)
-        self._rope = table_digest(rope, local_rope)
         self._weights = weights
         self._threads = threads
         self._linears: list[_Deferred] = []
@@ -121,7 +120,7 @@ class TorchBuilder:
         threads = "" if probed.invariant else f", threads {self._threads}"
         return (
             f"cpu torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}, weights {self._weights}, "
-            f"kv float32, rope {self._rope}, row tile {probed.tile} {probed.digest}{threads}"
+            f"kv float32, row tile {probed.tile} {probed.digest}{threads}"
         )
 
     def build(self, facts: ModelFacts) -> Decoder:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 
 from executor_svc.backends.cpu.native import layout as at
@@ -93,11 +91,7 @@ class NativeBuilder:
 
     def numerics(self) -> str:
         """The CPU's vector width is not part of it: every element is the same chain of operations on each."""
-        tables = hashlib.sha256()
-        for table in dict.fromkeys(self._ropes):
-            tables.update(table.numpy().tobytes())
-        rope = tables.hexdigest()[:16]
-        return f"cpu native {ARITHMETIC_VERSION}, lanes {LANES}, weights {self._weights}, kv float32, rope {rope}"
+        return f"cpu native {ARITHMETIC_VERSION}, lanes {LANES}, weights {self._weights}, kv float32"
 
     def build(self, facts: ModelFacts) -> NativeDecoder:
         return NativeDecoder(

@@ -74,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add(
         "--weights",
-        choices=("bfloat16", "float16", "float32"),
+        choices=("bfloat16", "float16", "float32", "int8"),
         help="how weights are kept (default: float16 on cpu, bfloat16 on cuda, where cache and activations follow)",
     )
     add("--attention", choices=("numba", "torch"), help="CPU attention (default: numba where it is installed)")
@@ -132,6 +132,8 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         parser.error(f"--model {args.model}: no such file or folder")
     if args.device == "cpu" and args.weights == "bfloat16":
         parser.error("--weights bfloat16: only with --device cuda")
+    if args.device == "cuda" and args.weights == "int8":
+        parser.error("--weights int8: only with --device cpu")
     if args.device == "cuda" and args.block_size < 16:
         parser.error(f"--block-size {args.block_size}: at least 16 with --device cuda")
     try:

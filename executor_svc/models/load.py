@@ -52,7 +52,8 @@ def load_model(
     """Open ``path`` (a Hugging Face folder or a .gguf file) and make it ready to run.
 
     ``device``: a GPU, or None for the CPU. ``weights``: ``float16`` (on the CPU packed, arithmetic in float32),
-    ``float32``, on the CPU ``int8``, or on a GPU ``bfloat16``. ``threads``: CPU threads, all cores if None. ``attention``: ``numba``, ``torch``, or None for numba where it is installed. ``name``: how the model is
+    ``float32``, on the CPU ``int8``, or on a GPU ``bfloat16``. ``threads``: CPU threads, all cores if None.
+    ``attention``: ``numba``, ``torch``, or None for numba where it is installed. ``name``: how the model is
     announced, the file's or folder's name if None. ``context_length``: tokens to serve, all that the model is for if
     None. Raises ``CheckpointError`` for a checkpoint that cannot be served correctly and ``ValueError`` for an unknown
     option.

@@ -88,6 +88,7 @@ def test_cuda_without_a_gpu_is_one_clear_line(
         (["--block-size", "0"], "outside 1..1024"),
         (["--link-secret-file", "/no/such/secret"], "No such file"),
         (["--weights", "bfloat16"], "only with --device cuda"),
+        (["--weights", "int8", "--device", "cuda"], "only with --device cpu"),
         (["--device", "cuda", "--block-size", "8"], "--block-size 8: at least 16"),
         (["--gpu-memory-fraction", "1.5"], "at most 1"),
     ],

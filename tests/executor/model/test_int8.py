@@ -186,4 +186,4 @@ def test_int8_stays_near_float32(tiny: Path, load: Any) -> None:
     exact = logits.pop(("float32", "numba"))
     for name, got in logits.items():
         error = (got - exact).norm() / exact.norm()
-        assert 1e-4 < error < 0.02, f"{name}: relative error {error:.4f}"
+        assert 1e-4 < error < 0.05, f"{name}: relative error {error:.4f}"

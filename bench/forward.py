@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--weights", default="float16")
     parser.add_argument("--attention")
+    parser.add_argument("--kv-type", choices=("float16", "float32"))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=1.0)
@@ -84,7 +85,11 @@ def main() -> None:
     arguments = parser.parse_args()
     start = time.perf_counter()
     loaded = load_model(
-        arguments.model, weights=arguments.weights, threads=arguments.threads, attention=arguments.attention
+        arguments.model,
+        weights=arguments.weights,
+        threads=arguments.threads,
+        attention=arguments.attention,
+        kv_type=arguments.kv_type,
     )
     model = loaded.model
     print(f"{model.facts.name}, {arguments.weights}: loaded in {time.perf_counter() - start:.1f} s")

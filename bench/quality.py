@@ -119,13 +119,23 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="GGUF file or Hugging Face folder")
     parser.add_argument("--weights", default=",".join(WEIGHTS), help="comma-separated (default: %(default)s)")
     parser.add_argument("--attention", choices=("numba", "torch"))
+    parser.add_argument(
+        "--kv-type", choices=("float16", "float32"), help="of all but float32 weights (default: as served)"
+    )
     parser.add_argument("--threads", type=int)
     parser.add_argument("--window", type=int, default=1024, help="tokens")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     chosen = sorted({"float32", *args.weights.split(",")}, key=("float32", "float16", "int8").index)
     loaded: dict[str, LoadedModel] = {
-        name: load_model(args.model, weights=name, attention=args.attention, threads=args.threads) for name in chosen
+        name: load_model(
+            args.model,
+            weights=name,
+            attention=args.attention,
+            threads=args.threads,
+            kv_type=None if name == "float32" else args.kv_type,
+        )
+        for name in chosen
     }
     models = {name: one.model for name, one in loaded.items()}
     tokenizer = Tokenizer.from_str(loaded["float32"].assets["tokenizer.json"].decode())

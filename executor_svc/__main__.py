@@ -172,6 +172,7 @@ def load(config: ExecutorConfig, device: Device | None, source: HubModel | None)
         progress=progress_bar() if sys.stderr.isatty() else progress_log(),
         name=config.name or (source.repo if source else None),
         context_length=config.context_length,
+        kv_type=config.kv_type,
     )
     if source:
         loaded.assets["source.json"] = json.dumps({"repo": source.repo, "commit": source.commit}).encode()

@@ -27,6 +27,7 @@ class ExecutorConfig:
     device: str
     weights: str
     attention: str | None
+    kv_type: str | None  # of the CPU's KV cache, by the weights if None
     threads: int | None
     context_length: int | None  # tokens, all that the model is for if None
     kv_memory: int | None  # bytes
@@ -78,6 +79,11 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         help="how weights are kept (default: float16 on cpu, bfloat16 on cuda, where cache and activations follow)",
     )
     add("--attention", choices=("numba", "torch"), help="CPU attention (default: numba where it is installed)")
+    add(
+        "--kv-type",
+        choices=("float16", "float32"),
+        help="the KV cache's elements on cpu (default: float16 with --weights int8, else float32)",
+    )
     add("--threads", type=_bounded(1, 4096), help="CPU threads (default: all cores)")
     add(
         "--context-length",
@@ -134,6 +140,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         parser.error("--weights bfloat16: only with --device cuda")
     if args.device == "cuda" and args.weights == "int8":
         parser.error("--weights int8: only with --device cpu")
+    if args.device == "cuda" and args.kv_type is not None:
+        parser.error(f"--kv-type {args.kv_type}: only with --device cpu")
+    if args.attention == "torch" and args.kv_type == "float16":
+        parser.error("--kv-type float16: not with --attention torch")
     if args.device == "cuda" and args.block_size < 16:
         parser.error(f"--block-size {args.block_size}: at least 16 with --device cuda")
     try:
@@ -151,6 +161,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
         device=args.device,
         weights=args.weights or ("float16" if args.device == "cpu" else "bfloat16"),
         attention=args.attention,
+        kv_type=args.kv_type,
         threads=args.threads,
         context_length=args.context_length,
         kv_memory=args.kv_memory,

@@ -48,6 +48,7 @@ def load_model(
     progress: Progress | None = None,
     name: str | None = None,
     context_length: int | None = None,
+    kv_type: str | None = None,
 ) -> LoadedModel:
     """Open ``path`` (a Hugging Face folder or a .gguf file) and make it ready to run.
 
@@ -55,8 +56,8 @@ def load_model(
     ``float32``, on the CPU ``int8``, or on a GPU ``bfloat16``. ``threads``: CPU threads, all cores if None.
     ``attention``: ``numba``, ``torch``, or None for numba where it is installed. ``name``: how the model is
     announced, the file's or folder's name if None. ``context_length``: tokens to serve, all that the model is for if
-    None. Raises ``CheckpointError`` for a checkpoint that cannot be served correctly and ``ValueError`` for an unknown
-    option.
+    None. ``kv_type``: of the KV cache on the CPU, see ``make_builder``; on a GPU that of the weights. Raises
+    ``CheckpointError`` for a checkpoint that cannot be served correctly and ``ValueError`` for an unknown option.
     """
     path = Path(path)
     checkpoint = open_checkpoint(path)
@@ -68,14 +69,14 @@ def load_model(
     if config.local_rope is not None:
         local = rope_table(config.local_rope, config.head_dim, config.context_length)
     builder: CpuBuilder
-    kv_bytes = 4  # of an element
     if device is None:
-        builder = make_builder(config, rope, weights, count, attention, local)
+        builder = make_builder(config, rope, weights, count, attention, local, kv_type)
     else:
-        from executor_svc.backends.cuda.build import WEIGHTS, CudaBuilder
+        from executor_svc.backends.cuda.build import CudaBuilder
 
+        if kv_type is not None:
+            raise ValueError(f"KV type {kv_type!r}: only on the CPU; on a GPU it is that of the weights")
         builder = CudaBuilder(config, rope, weights, device, local)
-        kv_bytes = WEIGHTS[weights].itemsize
     _fill(builder, checkpoint, weights == "float16", progress)
     numerics = f"{builder.numerics()}, rope {table_digest(rope, local)}"
     facts = ModelFacts(
@@ -84,7 +85,7 @@ def load_model(
         vocab_size=config.vocab_size,
         context_length=config.context_length,
         num_layers=config.num_layers,
-        kv_bytes_per_token=2 * config.num_layers * config.kv_size * kv_bytes,
+        kv_bytes_per_token=2 * config.num_layers * config.kv_size * getattr(torch, builder.kv_type).itemsize,
         eos_token_ids=config.eos_token_ids,
         fingerprint=checkpoint.fingerprint,
         numerics=hashlib.sha256(f"{checkpoint.fingerprint} {numerics}".encode()).hexdigest(),

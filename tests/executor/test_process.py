@@ -89,6 +89,8 @@ def test_cuda_without_a_gpu_is_one_clear_line(
         (["--link-secret-file", "/no/such/secret"], "No such file"),
         (["--weights", "bfloat16"], "only with --device cuda"),
         (["--weights", "int8", "--device", "cuda"], "only with --device cpu"),
+        (["--kv-type", "float16", "--device", "cuda"], "--kv-type float16: only with --device cpu"),
+        (["--kv-type", "float16", "--attention", "torch"], "--kv-type float16: not with --attention torch"),
         (["--device", "cuda", "--block-size", "8"], "--block-size 8: at least 16"),
         (["--gpu-memory-fraction", "1.5"], "at most 1"),
     ],

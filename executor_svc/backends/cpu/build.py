@@ -19,10 +19,16 @@ from executor_svc.models.decoder import Decoder, DecoderLayer
 log = logging.getLogger(__name__)
 
 ATTENTION = ("numba", "torch")
+KV_TYPES = ("float16", "float32")
 
 
 class CpuBuilder(Protocol):
     """Receives every parameter once (shapes as in ``parameter_shapes``), then builds the model."""
+
+    @property
+    def kv_type(self) -> str:
+        """torch's name of the type of the KV cache's elements."""
+        ...
 
     def set_embedding(self, tensor: torch.Tensor) -> None: ...
     def set_head(self, tensor: torch.Tensor) -> None: ...
@@ -39,6 +45,8 @@ class CpuBuilder(Protocol):
 
 class TorchBuilder:
     """The plain torch model: torch's own matrix products, made batch invariant by probing (``row_tile``)."""
+
+    kv_type = "float32"
 
     def __init__(
         self,
@@ -120,7 +128,7 @@ class TorchBuilder:
         threads = "" if probed.invariant else f", threads {self._threads}"
         return (
             f"cpu torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}, weights {self._weights}, "
-            f"kv float32, row tile {probed.tile} {probed.digest}{threads}"
+            f"kv {self.kv_type}, row tile {probed.tile} {probed.digest}{threads}"
         )
 
     def build(self, facts: ModelFacts) -> Decoder:
@@ -157,23 +165,33 @@ def make_builder(
     threads: int,
     attention: str | None,
     local_rope: torch.Tensor | None = None,
+    kv_type: str | None = None,
 ) -> CpuBuilder:
     """``rope`` and ``local_rope``: ``rope_table`` of ``config.rope`` and ``config.local_rope``.
     ``attention``: ``numba`` (the compiled forward), ``torch``, or None for the former where it can run.
+    ``kv_type``: of the KV cache, ``float32``, or ``float16`` with the compiled forward only; None for float16 there
+    with int8 weights, else float32.
 
-    ``ValueError`` for an unknown option, or for ``numba`` where it cannot run.
+    ``ValueError`` for an unknown option, or for ``numba`` or a float16 cache where it cannot run.
     """
     if weights not in WEIGHTS:
         raise ValueError(f"weights {weights!r}: not one of {WEIGHTS}")
     if attention not in (None, *ATTENTION):
         raise ValueError(f"attention {attention!r}: not one of {ATTENTION}")
+    if kv_type not in (None, *KV_TYPES):
+        raise ValueError(f"KV type {kv_type!r}: not one of {KV_TYPES}")
     if attention != "torch":
         reason = reason_against(config)
         if reason is None:
             from executor_svc.backends.cpu.native.build import NativeBuilder
 
-            return NativeBuilder(config, rope, weights, threads, local_rope)
+            kv_type = kv_type or ("float16" if weights == "int8" else "float32")
+            return NativeBuilder(config, rope, weights, threads, local_rope, kv_type)
         if attention == "numba":
             raise ValueError(f"attention 'numba' cannot be used: {reason}")
+        if kv_type == "float16":
+            raise ValueError(f"KV type 'float16' needs the compiled forward, which cannot be used: {reason}")
         log.warning("the compiled forward cannot be used (%s): running in plain torch, which is slower", reason)
+    elif kv_type == "float16":
+        raise ValueError("KV type 'float16': not with attention 'torch'")
     return TorchBuilder(config, rope, weights, threads, local_rope)

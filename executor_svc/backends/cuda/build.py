@@ -46,6 +46,7 @@ class CudaBuilder:
             raise ValueError(f"weights {weights!r}: not one of {tuple(WEIGHTS)}")
         self._config, self._weights, self._device = config, weights, device
         self._dtype = WEIGHTS[weights]
+        self.kv_type = weights
         self._ops = KernelOps(device, config, rope, self._dtype, local_rope)
         self._layers: dict[int, DecoderLayer] = {}
         self._embedding = self._final_norm = torch.empty(0)

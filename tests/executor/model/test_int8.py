@@ -12,9 +12,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from executor_svc.backends.cpu.build import make_builder
 from executor_svc.backends.cpu.linear import Int8Linear
 from executor_svc.backends.cpu.quantize import group_size, quantize_groups
 from executor_svc.models.load import load_model
+from executor_svc.models.rope import rope_table
 
 SHAPES = [(192, 1536), (320, 576), (40, 16), (48, 96), (16, 4096)]  # (N, K); 40 columns do not fill their panels
 ROWS = [*range(1, 15), 25, 96, 130]
@@ -173,6 +175,29 @@ def test_the_weight_type_is_part_of_the_numerics_fingerprint(tiny: Path, attenti
     ]
     assert facts[0].fingerprint == facts[1].fingerprint
     assert facts[0].numerics != facts[1].numerics
+
+
+def test_the_kv_type_is_part_of_the_numerics_fingerprint_and_of_the_bytes_of_a_token(tiny: Path) -> None:
+    pytest.importorskip("numba")
+    loaded = load_model(tiny, weights="int8", threads=1)
+    plain = load_model(tiny, weights="int8", threads=1, attention="torch", kv_type="float32").model.facts
+    assert 2 * loaded.model.facts.kv_bytes_per_token == plain.kv_bytes_per_token
+    assert {tensor.dtype for tensor in loaded.model.kv_tensors()} <= {torch.float16}  # type: ignore[attr-defined]
+    rope = rope_table(loaded.config.rope, loaded.config.head_dim, 64)
+
+    def numerics(weights: str, kv_type: str | None) -> str:
+        return make_builder(loaded.config, rope, weights, 1, "numba", kv_type=kv_type).numerics()
+
+    assert numerics("int8", None) == numerics("int8", "float16") != numerics("int8", "float32")
+    for weights in ("float16", "float32"):
+        assert numerics(weights, None) == numerics(weights, "float32") != numerics(weights, "float16")
+
+
+def test_a_float16_cache_is_refused_where_there_is_none(tiny: Path) -> None:
+    with pytest.raises(ValueError, match="KV type 'float16': not with attention 'torch'"):
+        load_model(tiny, weights="int8", threads=1, attention="torch", kv_type="float16")
+    with pytest.raises(ValueError, match="KV type 'float8': not one of"):
+        load_model(tiny, weights="int8", threads=1, kv_type="float8")
 
 
 def test_int8_stays_near_float32(tiny: Path, load: Any) -> None:

@@ -79,6 +79,21 @@ def test_chunks_and_mixed_batches_equal_transformers(tiny: Path, load: Any, atte
         torch.testing.assert_close(torch.cat(sequence.logits), expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("block_size", [32, 5, 8])
+def test_a_float16_cache_gives_the_same_bits_with_any_block_size(tiny: Path, load: Any, block_size: int) -> None:
+    """int8 weights have one; pages that do not align are gathered."""
+    ids = random_ids(75, seed=1)
+    model = load(tiny, "int8", "numba")
+    assert model.kv_tensors()[0].dtype == torch.float16
+    expected = run(model, [(Sequence(ids, list(range(5))), 75)], 16)
+    other = load(tiny, "int8", "numba", blocks=400, block_size=block_size)
+    row = Sequence(ids, list(range(16))[::-1])
+    run(other, [(row, 60)], block_size)
+    for _ in range(15):
+        run(other, [(row, 1)], block_size)
+    assert torch.equal(torch.cat(row.logits), expected)
+
+
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_shared_prefix_blocks(tiny: Path, load: Any, attention: str) -> None:
     """Two sequences read the first's full blocks: the same bits as computing everything themselves."""

@@ -20,6 +20,7 @@ from executor_svc.backends.cpu.native.attention_tiles import (
     make_accumulate,
     make_score,
 )
+from executor_svc.backends.cpu.native.gemm import BYTES
 from executor_svc.backends.cpu.native.layout import (
     ATTENDED,
     BEFORE_SCORE_CAP,
@@ -50,12 +51,21 @@ from executor_svc.backends.cpu.native.rows import (
     KV_TILE,
     clear_row,
     copy_row,
+    copy_row_to_half,
     divide_row,
     hide_row,
     softcap_row,
     softmax_row,
 )
-from executor_svc.backends.cpu.native.vector import LANES, load_float, load_int, store_float, store_int
+from executor_svc.backends.cpu.native.vector import (
+    LANES,
+    load_float,
+    load_half,
+    load_int,
+    store_float,
+    store_half,
+    store_int,
+)
 
 PAGES = KV_TILE // LANES  # of a tile; a page here is 16 tokens, whatever the size of a block
 
@@ -72,49 +82,57 @@ def slot_of(table, position, block_size):  # type: ignore[no-untyped-def]
     return load_int(table + 8 * (position // block_size)) * block_size + position % block_size
 
 
-@njit(nogil=True, error_model="numpy")
-def key_panel(keys, table, position, count, block_size, heads, head, size, scratch):  # type: ignore[no-untyped-def]
-    """Address of the panel of 16 tokens from ``position`` (a multiple of 16); gathered where blocks do not align."""
-    if block_size % LANES == 0:
-        group = slot_of(table, position, block_size) // LANES
-        return keys + (group * heads + head) * size * LANES * 4
-    for lane in range(count):
-        slot = slot_of(table, position + lane, block_size)
-        source = keys + ((slot // LANES * heads + head) * size * LANES + slot % LANES) * 4
-        for i in range(size):
-            store_float(scratch + (i * LANES + lane) * 4, load_float(source + i * LANES * 4))
-    return scratch
+def make_pages(kv_type: str) -> tuple[Any, Any, Any]:
+    """Compiled ``key_panel``, ``value_group`` and ``write_kv`` for a cache of float32 or float16."""
+    element = BYTES[kv_type]
+    load, store, copy = (
+        (load_half, store_half, copy_row_to_half) if kv_type == "float16" else (load_float, store_float, copy_row)
+    )
+
+    @njit(nogil=True, error_model="numpy")
+    def key_panel(keys, table, position, count, block_size, heads, head, size, scratch):  # type: ignore[no-untyped-def]
+        """Address of the panel of 16 tokens from ``position``, a multiple of 16; gathered where blocks do not align."""
+        if block_size % LANES == 0:
+            group = slot_of(table, position, block_size) // LANES
+            return keys + (group * heads + head) * size * LANES * element
+        for lane in range(count):
+            slot = slot_of(table, position + lane, block_size)
+            source = keys + ((slot // LANES * heads + head) * size * LANES + slot % LANES) * element
+            for i in range(size):
+                store(scratch + (i * LANES + lane) * element, load(source + i * LANES * element))
+        return scratch
+
+    @njit(nogil=True, error_model="numpy")
+    def value_group(values, table, position, count, block_size, heads, head, size, scratch):  # type: ignore[no-untyped-def]
+        """Address of [16][head_dim] values from ``position``; gathered where blocks do not align."""
+        if block_size % LANES == 0:
+            group = slot_of(table, position, block_size) // LANES
+            return values + (group * heads + head) * size * LANES * element
+        for lane in range(count):
+            slot = slot_of(table, position + lane, block_size)
+            source = values + ((slot // LANES * heads + head) * LANES + slot % LANES) * size * element
+            for i in range(size):
+                store(scratch + (lane * size + i) * element, load(source + i * element))
+        return scratch
+
+    @njit(nogil=True, error_model="numpy")
+    def write_kv(k, v, keys, values, slot, heads, size):  # type: ignore[no-untyped-def]
+        """File one token's keys and values (all KV heads, [heads][head_dim] each) under its cache slot."""
+        group, lane = slot // LANES, slot % LANES
+        for head in range(heads):
+            base = (group * heads + head) * size * LANES * element
+            for i in range(size):
+                store(keys + base + (i * LANES + lane) * element, load_float(k + (head * size + i) * 4))
+            copy(v + head * size * 4, values + base + lane * size * element, size // LANES)
+
+    return key_panel, value_group, write_kv
 
 
-@njit(nogil=True, error_model="numpy")
-def value_group(values, table, position, count, block_size, heads, head, size, scratch):  # type: ignore[no-untyped-def]
-    """Address of [16][head_dim] values from ``position``; gathered where blocks do not align."""
-    if block_size % LANES == 0:
-        group = slot_of(table, position, block_size) // LANES
-        return values + (group * heads + head) * size * LANES * 4
-    for lane in range(count):
-        slot = slot_of(table, position + lane, block_size)
-        source = values + ((slot // LANES * heads + head) * LANES + slot % LANES) * size * 4
-        for i in range(size):
-            store_float(scratch + (lane * size + i) * 4, load_float(source + i * 4))
-    return scratch
-
-
-@njit(nogil=True, error_model="numpy")
-def write_kv(k, v, keys, values, slot, heads, size):  # type: ignore[no-untyped-def]
-    """File one token's keys and values (all KV heads, [heads][head_dim] each) under its cache slot."""
-    group, lane = slot // LANES, slot % LANES
-    for head in range(heads):
-        base = (group * heads + head) * size * LANES * 4
-        for i in range(size):
-            store_float(keys + base + (i * LANES + lane) * 4, load_float(k + (head * size + i) * 4))
-        copy_row(v + head * size * 4, values + base + lane * size * 4, size // LANES)
-
-
-def make_attend_item(avx512: bool) -> Any:
-    """A compiled ``attend_item(step, model, layer, item, head, scratch)``."""
+def make_attend_item(kv_type: str, avx512: bool) -> Any:
+    """A compiled ``attend_item(step, model, layer, item, head, scratch)``; ``kv_type``: the cache's element type."""
     tiles = ATTENTION_TILES_AVX512 if avx512 else ATTENTION_TILES_AVX2
-    score, accumulate = make_score(tiles), make_accumulate(tiles)
+    score, accumulate = make_score(tiles, kv_type), make_accumulate(tiles, kv_type)
+    key_panel, value_group, _ = make_pages(kv_type)
 
     @njit(nogil=True, error_model="numpy")
     def attend_item(step, model, layer, item, head, scratch):  # type: ignore[no-untyped-def]

@@ -1,15 +1,18 @@
 """Register tiles of attention: queries x keys of several pages at once, and weights x values over several pages.
 
-Pages lie anywhere, so both read their addresses from a table. As in ``gemm``, every element is one fused multiply-add
-chain: over the head's elements for a score, over the tokens in order for an output.
+Pages lie anywhere, so both read their addresses from a table; they hold float32 or float16 (``kv_type``), which is
+widened as it is loaded. As in ``gemm``, every element is one fused multiply-add chain: over the head's elements for a
+score, over the tokens in order for an output.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from numba import njit
 
+from executor_svc.backends.cpu.native.gemm import BYTES, ELEMENT
 from executor_svc.backends.cpu.native.vector import I64, LANES, Emitter, kernel
 
 AHEAD = 64  # bytes from a page's entry in a table of addresses to the entry of the page that is fetched meanwhile
@@ -18,7 +21,7 @@ ATTENTION_TILES_AVX512 = dict.fromkeys(range(1, 7), 4)
 ATTENTION_TILES_AVX2 = {1: 4, 2: 2, 3: 2, 4: 1, 5: 1, 6: 1}
 
 
-def _score_tile(rows: int, pages: int) -> Any:
+def _score_tile(rows: int, pages: int, kv_type: str) -> Any:
     """scores [rows, 16 pages] = q [rows, size] x keys; ``table``: addresses of key panels [size][16], and ``AHEAD``
     bytes further those of the panels to fetch meanwhile."""
 
@@ -29,8 +32,8 @@ def _score_tile(rows: int, pages: int) -> Any:
         later = [e.load_address(e.at(table, AHEAD + 8 * p)) for p in range(pages)]
 
         def step(index: Any, sums: list[Any]) -> list[Any]:
-            offset = e.b.mul(index, I64(4 * LANES))
-            keys = [e.load(e.at(panel, offset)) for panel in panels]
+            offset = e.b.mul(index, I64(BYTES[kv_type] * LANES))
+            keys = [e.load(e.at(panel, offset), ELEMENT[kv_type]) for panel in panels]
             for panel in later:
                 e.prefetch(e.at(panel, offset))
             q_offset = e.b.mul(index, I64(4))
@@ -48,7 +51,7 @@ def _score_tile(rows: int, pages: int) -> Any:
     return score_tile
 
 
-def _value_tile(rows: int, panels: int) -> Any:
+def _value_tile(rows: int, panels: int, kv_type: str) -> Any:
     """out [rows, 16 panels] = out * correction + weights [rows, tokens] x values.
 
     ``table``: addresses of value groups [16][row_bytes / 4], ``at`` bytes into each of whose rows the panels begin;
@@ -80,15 +83,17 @@ def _value_tile(rows: int, panels: int) -> Any:
         def page(index: Any, sums: list[Any]) -> list[Any]:
             entry = e.at(table, e.b.mul(index, I64(8)))
             group, later = e.at(e.load_address(entry), at), e.at(e.load_address(e.at(entry, AHEAD)), at)
-            first = e.b.mul(index, I64(LANES))
+            first, value_bytes = e.b.mul(index, I64(LANES)), e.b.sdiv(row_bytes, I64(4 // BYTES[kv_type]))
             left = e.b.sub(tokens, first)
             count = e.b.select(e.b.icmp_signed("<", left, I64(LANES)), left, I64(LANES))
 
             def token(lane: Any, sums: list[Any]) -> list[Any]:
-                row = e.at(group, e.b.mul(lane, row_bytes))
-                values = [e.load(e.at(row, 4 * LANES * p)) for p in range(panels)]
-                for p in range(panels):
-                    e.prefetch(e.at(e.at(later, e.b.mul(lane, row_bytes)), 4 * LANES * p))
+                row = e.b.mul(lane, value_bytes)
+                values = [
+                    e.load(e.at(e.at(group, row), BYTES[kv_type] * LANES * p), ELEMENT[kv_type]) for p in range(panels)
+                ]
+                for p in range(0, panels, 4 // BYTES[kv_type]):  # one for each cache line
+                    e.prefetch(e.at(e.at(later, row), BYTES[kv_type] * LANES * p))
                 weight_offset = e.b.mul(e.b.add(first, lane), I64(4))
                 sums_after = []
                 for r in range(rows):
@@ -123,10 +128,10 @@ def _across(make: Any, tiles: dict[int, int], parameters: str, arguments: str) -
     return njit(nogil=True, error_model="numpy")(scope["run"])
 
 
-def make_score(tiles: dict[int, int]) -> Any:
+def make_score(tiles: dict[int, int], kv_type: str) -> Any:
     """A compiled ``score(rows, pages, q, q_stride, table, size, scores, stride)`` for any rows; strides in bytes."""
     run = _across(
-        _score_tile, tiles, "q, q_stride, table, size, scores, stride",
+        partial(_score_tile, kv_type=kv_type), tiles, "q, q_stride, table, size, scores, stride",
         f"q, q_stride, table + p * 8, size, scores + p * {4 * LANES}, stride",
     )  # fmt: skip
     most = max(tiles)
@@ -140,12 +145,13 @@ def make_score(tiles: dict[int, int]) -> Any:
     return score
 
 
-def make_accumulate(tiles: dict[int, int]) -> Any:
+def make_accumulate(tiles: dict[int, int], kv_type: str) -> Any:
     """A compiled ``accumulate(rows, panels, weights, stride, table, tokens, row_bytes, out, correction)`` for any
     rows; ``row_bytes`` is the size of a head, and the stride of ``out``."""
     run = _across(
-        _value_tile, tiles, "weights, stride, table, tokens, row_bytes, out, correction",
-        f"weights, stride, table, p * {4 * LANES}, tokens, row_bytes, out + p * {4 * LANES}, row_bytes, correction",
+        partial(_value_tile, kv_type=kv_type), tiles, "weights, stride, table, tokens, row_bytes, out, correction",
+        f"weights, stride, table, p * {BYTES[kv_type] * LANES}, tokens, row_bytes, out + p * {4 * LANES}, row_bytes, "
+        "correction",
     )  # fmt: skip
     most = max(tiles)
 

@@ -27,10 +27,12 @@ class NativeBuilder:
         weights: str,
         threads: int,
         local_rope: torch.Tensor | None = None,
+        kv_type: str = "float32",
     ) -> None:
         self._config = config
         self._ropes = rope, rope if local_rope is None else local_rope
         self._weights = weights
+        self.kv_type = kv_type
         self._threads = threads
         self._layers: list[dict[int, torch.Tensor]] = [{}] * config.num_layers
         self._embedding = self._final_norm = self._head = torch.empty(0)
@@ -91,12 +93,12 @@ class NativeBuilder:
 
     def numerics(self) -> str:
         """The CPU's vector width is not part of it: every element is the same chain of operations on each."""
-        return f"cpu native {ARITHMETIC_VERSION}, lanes {LANES}, weights {self._weights}, kv float32"
+        return f"cpu native {ARITHMETIC_VERSION}, lanes {LANES}, weights {self._weights}, kv {self.kv_type}"
 
     def build(self, facts: ModelFacts) -> NativeDecoder:
         return NativeDecoder(
-            self._config, facts, self._weights, self._threads, self._embedding, self._ropes, self._layers,
-            self._final_norm, self._head,
+            self._config, facts, self._weights, self.kv_type, self._threads, self._embedding, self._ropes,
+            self._layers, self._final_norm, self._head,
         )  # fmt: skip
 
 

@@ -36,20 +36,20 @@ def can_run() -> bool:
 
 
 @cache
-def load_forward(weights: str, avx512: bool | None = None) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
-    """``forward(step table address)`` for a weight type: a ctypes function that releases the interpreter lock.
+def load_forward(weights: str, kv_type: str, avx512: bool | None = None) -> ctypes._CFuncPtr:  # type: ignore[name-defined]
+    """``forward(step table address)`` for a weight and a KV type: a ctypes function that releases the interpreter lock.
 
     ``avx512``: None for what the CPU has; False for AVX2 code on any x86 CPU.
     """
     avx512 = has_avx512() if avx512 is None else avx512
-    name = f"forward-{weights}-{_key(weights, avx512)}.bin"
+    name = f"forward-{weights}-{kv_type}-{_key(weights, kv_type, avx512)}.bin"
     for folder in _folders():
         code = _read(folder / name)
         if code is not None:
             return _link(*code)
     started = time.perf_counter()
-    symbol, machine_code = _compile(weights, avx512)
-    log.info("compiled the %s forward in %.1f s", weights, time.perf_counter() - started)
+    symbol, machine_code = _compile(weights, kv_type, avx512)
+    log.info("compiled the %s forward, KV %s, in %.1f s", weights, kv_type, time.perf_counter() - started)
     if not any(_write(folder / name, symbol, machine_code) for folder in _folders()):
         log.warning("no cache folder can be written: compiled code is not kept (set NUMBA_CACHE_DIR)")
     return _link(symbol, machine_code)
@@ -61,20 +61,20 @@ def _folders() -> list[Path]:
     return [Path(stated), user] if stated else [user]
 
 
-def _key(weights: str, avx512: bool) -> str:
+def _key(weights: str, kv_type: str, avx512: bool) -> str:
     digest = hashlib.sha256()
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     features = ",".join(sorted(name for name, on in llvm.get_host_cpu_features().items() if on))
-    versions = f"{numba.__version__} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features} {weights} {avx512}"
-    digest.update(versions.encode())
+    versions = f"{numba.__version__} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features}"
+    digest.update(f"{versions} {weights} {kv_type} {avx512}".encode())
     return digest.hexdigest()[:24]
 
 
-def _compile(weights: str, avx512: bool) -> tuple[str, bytes]:
+def _compile(weights: str, kv_type: str, avx512: bool) -> tuple[str, bytes]:
     from executor_svc.backends.cpu.native.forward import make_forward
 
-    entry = make_forward(weights, avx512)
+    entry = make_forward(weights, kv_type, avx512)
     machine = _target_machine("haswell" if has_avx512() and not avx512 else "")
     module = llvm.parse_assembly(entry.inspect_llvm())
     return entry.native_name, machine.emit_object(module)

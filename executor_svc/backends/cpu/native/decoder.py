@@ -32,6 +32,7 @@ class NativeDecoder:
         config: ModelConfig,
         facts: ModelFacts,
         weights: str,
+        kv_type: str,
         threads: int,
         embedding: torch.Tensor,
         ropes: tuple[torch.Tensor, torch.Tensor],
@@ -41,7 +42,7 @@ class NativeDecoder:
     ) -> None:
         """``layers``: tensors by their column of the layer table; matrices packed in panels (gate and up panels, and
         their biases, alternating), norms and biases float32. ``ropes``: ``rope_table`` for layers without and with a
-        window. ``embedding`` [vocab, hidden]."""
+        window. ``embedding`` [vocab, hidden]. ``kv_type``: of the cache's elements, float16 or float32."""
         self.config = config
         self.facts = facts
         self._embedding = embedding
@@ -75,7 +76,7 @@ class NativeDecoder:
         self._phases = _phases(config)
         counter_size = (len(self._phases) + 1) * at.COUNTER_BYTES // 8
         kept = self._model, self._layers, self._floats
-        self._team = Team(load_forward(weights), threads, at.STEP_SIZE, counter_size, kept)
+        self._team = Team(load_forward(weights, kv_type), threads, at.STEP_SIZE, counter_size, kept)
         self._last: Context | None = None
         floats = max(scratch_floats(config.head_dim), router_scratch_floats(config.num_experts))
         scratch_bytes = -(-floats * 4 // 4096) * 4096  # no two threads share a page
@@ -84,7 +85,7 @@ class NativeDecoder:
         self._step[at.MODEL] = self._model.ctypes.data
         self._step[at.SCRATCH] = -(-self._scratch.data_ptr() // 4096) * 4096
         self._step[at.SCRATCH_BYTES] = scratch_bytes
-        self._weights = weights
+        self._weights, self._kv_type = weights, kv_type
         self._capacity = 0  # rows that the buffers hold
         self._buffers: list[torch.Tensor] = []
 
@@ -95,7 +96,8 @@ class NativeDecoder:
         self._num_slots = num_blocks * block_size
         groups = -(-self._num_slots // LANES)
         shape = (groups, config.num_kv_heads, LANES * config.head_dim)
-        self._caches = [torch.empty(shape) for _ in range(2 * config.num_layers)]
+        kind = torch.float16 if self._kv_type == "float16" else torch.float32
+        self._caches = [torch.empty(shape, dtype=kind) for _ in range(2 * config.num_layers)]
         addresses = np.array([tensor.data_ptr() for tensor in self._caches]).reshape(-1, 2)
         self._layers[:, at.KEYS : at.VALUES + 1] = addresses
         self._model[at.BLOCK_SIZE] = block_size

@@ -66,18 +66,19 @@ from executor_svc.backends.cpu.native.layout import (
 )  # fmt: skip
 from executor_svc.backends.cpu.native.phases import finish, take
 from executor_svc.backends.cpu.native.product import make_product_phase
-from executor_svc.backends.cpu.native.row_phases import gather_phase, norm_phase, rotary_phase, softcap_phase
+from executor_svc.backends.cpu.native.row_phases import gather_phase, make_rotary_phase, norm_phase, softcap_phase
 from executor_svc.backends.cpu.native.vector import LANES, as_pointer, atomic_add, load_float, load_int, store_cycles
 
 
 @cache
-def make_forward(weights: str, avx512: bool) -> Any:
-    """The compiled entry point, ``void(step table)``, for one weight type; to be called by every thread of a team.
+def make_forward(weights: str, kv_type: str, avx512: bool) -> Any:
+    """The compiled entry point, ``void(step table)``, for a weight and a KV type; every thread of a team calls it.
 
     AVX-512 and AVX2 differ in register tiles only, which do not change any result.
     """
     product_phase = make_product_phase(weights, avx512)
-    attend_item = make_attend_item(avx512)
+    attend_item = make_attend_item(kv_type, avx512)
+    rotary_phase = make_rotary_phase(kv_type)
 
     @njit(nogil=True, error_model="numpy")
     def attention_phase(counter, step, model, layer, scratch):  # type: ignore[no-untyped-def]

@@ -17,7 +17,7 @@ from numba import njit
 from executor_svc.backends.cpu.native.vector import F16, F32, I64, LANES, Emitter, kernel
 
 BYTES = {"float16": 2, "float32": 4}
-_ELEMENT = {"float16": F16, "float32": F32}
+ELEMENT = {"float16": F16, "float32": F32}
 
 # Rows x panels that fit the vector registers: 32 of 16 lanes (AVX-512), or 16 of 8 lanes (AVX2).
 TILES_AVX512 = dict.fromkeys(range(1, 13), 2)
@@ -86,7 +86,7 @@ def make_block(dtype: str, scaled: bool, tiles: dict[int, int]) -> Any:
     """A compiled function ``block(rows, panels, <arguments of a tile>)`` for any rows and panels."""
     arguments = ("x", "x_stride", "w", "k_step", "panel_step", "k", "y", "y_stride", "scale")
     steps = {"x": "x_stride", "y": "y_stride", "scale": "4"}
-    return join_tiles(tiles, lambda rows, panels: _tile(rows, panels, _ELEMENT[dtype], scaled), arguments, steps)
+    return join_tiles(tiles, lambda rows, panels: _tile(rows, panels, ELEMENT[dtype], scaled), arguments, steps)
 
 
 def join_tiles(

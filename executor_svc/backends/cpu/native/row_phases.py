@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import njit
 
-from executor_svc.backends.cpu.native.attention import write_kv
+from executor_svc.backends.cpu.native.attention import make_pages
 from executor_svc.backends.cpu.native.layout import (
     ATTENDED,
     ATTENDED_WANTED,
@@ -68,35 +70,45 @@ def norm_phase(counter, model, rows, x, delta, bias, delta_norm, weight, out, ad
     finish(counter, done, items)
 
 
-@njit(nogil=True, error_model="numpy")
-def rotary_phase(counter, step, model, layer):  # type: ignore[no-untyped-def]
-    """Biases, norms and rotation of q, k and v in place; k and v into the cache."""
-    size, rotated, heads = model[HEAD_DIM], model[ROTARY_DIM], model[KV_HEADS]
-    q_size, kv_size, done = model[Q_SIZE], model[KV_SIZE], 0
-    width = q_size + 2 * kv_size
-    items = (step[TOKENS] + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
-    keys, values, rope = load_int(layer + 8 * KEYS), load_int(layer + 8 * VALUES), load_int(layer + 8 * ROPE)
-    bias, q_norm, k_norm = load_int(layer + 8 * QKV_BIAS), load_int(layer + 8 * Q_NORM), load_int(layer + 8 * K_NORM)
-    inverse, epsilon = load_float(model[FLOATS] + 4 * INVERSE_HEAD), load_float(model[FLOATS] + 4 * EPSILON)
-    while True:
-        item = take(counter, items)
-        if item == items:
-            break
-        for token in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, step[TOKENS])):
-            row = step[QKV_OUT] + token * width * 4
-            table = rope + load_int(step[POSITIONS] + 8 * token) * rotated * 4
-            if bias != 0:
-                add_row(row, bias, width // LANES)
-            for i in range((q_size + kv_size) // size):
-                head = row + i * size * 4
-                if q_norm != 0:
-                    norm = q_norm if i < q_size // size else k_norm
-                    add_norm_row(head, head, norm, head, size // LANES, 0, inverse, epsilon)
-                rotate_head(head, table, rotated // 2)
-            slot = load_int(step[KV_SLOTS] + 8 * token)
-            write_kv(row + q_size * 4, row + (q_size + kv_size) * 4, keys, values, slot, heads, size)
-        done += 1
-    finish(counter, done, items)
+def make_rotary_phase(kv_type: str) -> Any:
+    """A compiled ``rotary_phase(counter, step, model, layer)``; ``kv_type``: the cache's element type."""
+    write_kv = make_pages(kv_type)[2]
+
+    @njit(nogil=True, error_model="numpy")
+    def rotary_phase(counter, step, model, layer):  # type: ignore[no-untyped-def]
+        """Biases, norms and rotation of q, k and v in place; k and v into the cache."""
+        size, rotated, heads = model[HEAD_DIM], model[ROTARY_DIM], model[KV_HEADS]
+        q_size, kv_size, done = model[Q_SIZE], model[KV_SIZE], 0
+        width = q_size + 2 * kv_size
+        items = (step[TOKENS] + ROWS_PER_ITEM - 1) // ROWS_PER_ITEM
+        keys, values, rope = load_int(layer + 8 * KEYS), load_int(layer + 8 * VALUES), load_int(layer + 8 * ROPE)
+        bias, q_norm, k_norm = (
+            load_int(layer + 8 * QKV_BIAS),
+            load_int(layer + 8 * Q_NORM),
+            load_int(layer + 8 * K_NORM),
+        )
+        inverse, epsilon = load_float(model[FLOATS] + 4 * INVERSE_HEAD), load_float(model[FLOATS] + 4 * EPSILON)
+        while True:
+            item = take(counter, items)
+            if item == items:
+                break
+            for token in range(item * ROWS_PER_ITEM, min((item + 1) * ROWS_PER_ITEM, step[TOKENS])):
+                row = step[QKV_OUT] + token * width * 4
+                table = rope + load_int(step[POSITIONS] + 8 * token) * rotated * 4
+                if bias != 0:
+                    add_row(row, bias, width // LANES)
+                for i in range((q_size + kv_size) // size):
+                    head = row + i * size * 4
+                    if q_norm != 0:
+                        norm = q_norm if i < q_size // size else k_norm
+                        add_norm_row(head, head, norm, head, size // LANES, 0, inverse, epsilon)
+                    rotate_head(head, table, rotated // 2)
+                slot = load_int(step[KV_SLOTS] + 8 * token)
+                write_kv(row + q_size * 4, row + (q_size + kv_size) * 4, keys, values, slot, heads, size)
+            done += 1
+        finish(counter, done, items)
+
+    return rotary_phase
 
 
 @njit(nogil=True, error_model="numpy")

@@ -198,6 +198,18 @@ def copy_row(e: Emitter, source: Any, out: Any, vectors: Any) -> None:
     e.loop(vectors, [], step)
 
 
+@kernel(3)
+def copy_row_to_half(e: Emitter, source: Any, out: Any, vectors: Any) -> None:
+    """float32 -> float16, ``vectors`` groups of 16."""
+
+    def step(index: Any, state: list[Any]) -> list[Any]:
+        value = e.load(e.at(source, e.b.mul(index, I64(4 * LANES))))
+        e.store_half(value, e.at(out, e.b.mul(index, I64(2 * LANES))))
+        return []
+
+    e.loop(vectors, [], step)
+
+
 @njit(nogil=True, error_model="numpy")
 def rotate_head(x, table, half):  # type: ignore[no-untyped-def]
     """Rotate one head in place; ``table``: cos [half], sin [half]. Plain loops: exact, so free to vectorise."""

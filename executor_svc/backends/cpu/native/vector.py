@@ -49,6 +49,11 @@ class Emitter:
     def store(self, value: ir.Value, address: ir.Value) -> None:
         self.b.store(value, self.b.inttoptr(address, VECTOR.as_pointer())).align = 4
 
+    def store_half(self, value: ir.Value, address: ir.Value) -> None:
+        """Rounded to float16, ties to even."""
+        kind = ir.VectorType(F16, LANES)
+        self.b.store(self.b.fptrunc(value, kind), self.b.inttoptr(address, kind.as_pointer())).align = 2
+
     def load_address(self, address: ir.Value) -> ir.Value:
         """The int64 at an address."""
         return self.b.load(self.b.inttoptr(address, I64.as_pointer()))
@@ -249,6 +254,30 @@ def store_float(context: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
+def store_half(context: Any, address: Any, value: Any) -> Any:
+    """A float32, rounded to float16."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        half = builder.fptrunc(values[1], F16)
+        builder.store(half, builder.inttoptr(values[0], F16.as_pointer())).align = 2
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
+def load_half(context: Any, address: Any) -> Any:
+    """The float16 at an address, as float32."""
+
+    def generate(context: Any, builder: ir.IRBuilder, signature: Any, values: Any) -> Any:
+        value = builder.load(builder.inttoptr(values[0], F16.as_pointer()))
+        value.align = 2
+        return builder.fpext(value, F32)
+
+    return types.float32(types.int64), generate
 
 
 @intrinsic

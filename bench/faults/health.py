@@ -23,7 +23,7 @@ class Watchman:
         self.lies: list[str] = []
         self._address = address
         self._front = front
-        self._down_since = 0.0  # nobody can be served; 0: somebody can
+        self._false_since = 0.0  # SERVING, and nobody can be served; 0: it is true
 
     def run(self, stop: threading.Event) -> None:
         client = StatusClient(self._front)
@@ -41,21 +41,24 @@ class Watchman:
             status = {"problems": [], "executors": []}
         self.problems += status["problems"]
         if any(executor["status"] == "READY" for executor in status["executors"]):
-            self._down_since = 0.0
+            self._false_since = 0.0
             return
-        self._down_since = self._down_since or asked
-        false_for = time.monotonic() - self._down_since
-        if false_for > TRUE_WITHIN and self._serving():
-            # It may have come up in this very moment: only what the core still denies is a lie.
-            self._confirm(client, false_for)
+        if not self._serving():
+            self._false_since = 0.0
+            return
+        # Somebody may have been ready between two looks, so it counts from the first one that found it untrue.
+        self._false_since = self._false_since or asked
+        if time.monotonic() - self._false_since > TRUE_WITHIN:
+            self._confirm(client, time.monotonic() - self._false_since)
 
     def _confirm(self, client: StatusClient, false_for: float) -> None:
+        """It may have come up in this very moment: only what the core still denies is a lie."""
         try:
             status = client.get(timeout=INTERVAL)
         except TimeoutError:
             status = {"executors": []}
         if not any(executor["status"] == "READY" for executor in status["executors"]):
-            self.lies.append(f"SERVING, {false_for:.1f} s after the last executor or the core went away")
+            self.lies.append(f"SERVING, for {false_for:.1f} s in which nobody could be served")
 
     def _serving(self) -> bool:
         """As any one of the API workers says; one that says nothing is believed to serve nobody."""

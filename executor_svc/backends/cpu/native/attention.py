@@ -51,6 +51,7 @@ from executor_svc.backends.cpu.native.rows import (
     KV_TILE,
     clear_row,
     copy_row,
+    copy_row_from_half,
     copy_row_to_half,
     divide_row,
     hide_row,
@@ -67,6 +68,7 @@ from executor_svc.backends.cpu.native.vector import (
     store_int,
 )
 
+WIDENED_ROWS = 12  # an item of more rows widens a float16 page once, not at each register tile: the same bits
 PAGES = KV_TILE // LANES  # of a tile; a page here is 16 tokens, whatever the size of a block
 
 
@@ -133,6 +135,10 @@ def make_attend_item(kv_type: str, avx512: bool) -> Any:
     tiles = ATTENTION_TILES_AVX512 if avx512 else ATTENTION_TILES_AVX2
     score, accumulate = make_score(tiles, kv_type), make_accumulate(tiles, kv_type)
     key_panel, value_group, _ = make_pages(kv_type)
+    half = kv_type == "float16"
+    score_widened, accumulate_widened = score, accumulate
+    if half:
+        score_widened, accumulate_widened = make_score(tiles, "float32"), make_accumulate(tiles, "float32")
 
     @njit(nogil=True, error_model="numpy")
     def attend_item(step, model, layer, item, head, scratch):  # type: ignore[no-untyped-def]
@@ -166,6 +172,7 @@ def make_attend_item(kv_type: str, avx512: bool) -> Any:
         clear_row(out, rows * vectors)
         end = first + count  # one past the last visible position
         begin = max(first + 1 - window, 0) if window > 0 else 0  # the first query's first visible position
+        widened = half and rows > WIDENED_ROWS and block_size % LANES == 0
         for base in range(begin // KV_TILE * KV_TILE, end, KV_TILE):
             skipped = max(begin - base, 0) // LANES  # pages of this tile that no query sees
             tokens = min(KV_TILE, end - base)
@@ -174,20 +181,31 @@ def make_attend_item(kv_type: str, avx512: bool) -> Any:
                 n, at = min(LANES, tokens - p * LANES), gathered + p * LANES * row_bytes
                 position = base + p * LANES
                 key = key_panel(keys, blocks, position, n, block_size, heads, head, size, at)
+                if widened:
+                    copy_row_from_half(key, at, size)
+                    key = at
                 at += KV_TILE * row_bytes
                 value = value_group(values, blocks, position, n, block_size, heads, head, size, at)
+                if widened:
+                    copy_row_from_half(value, at, n * vectors)
+                    value = at
                 store_int(key_pages + 8 * p, key)
                 store_int(value_pages + 8 * p, value)
                 # The same page of the next tile is fetched meanwhile; where there is none this one, for nothing.
-                if block_size % LANES == 0 and position + KV_TILE < end:
+                if block_size % LANES == 0 and position + KV_TILE < end and not widened:
                     key = key_panel(keys, blocks, position + KV_TILE, n, block_size, heads, head, size, 0)
                     value = value_group(values, blocks, position + KV_TILE, n, block_size, heads, head, size, 0)
                 store_int(key_pages + AHEAD + 8 * p, key)
                 store_int(value_pages + AHEAD + 8 * p, value)
             shift = skipped * LANES * 4
-            score(
-                rows, pages - skipped, q, row_bytes, key_pages + 8 * skipped, size, scores + shift, 4 * KV_TILE
-            )  # fmt: skip
+            if widened:
+                score_widened(
+                    rows, pages - skipped, q, row_bytes, key_pages + 8 * skipped, size, scores + shift, 4 * KV_TILE
+                )  # fmt: skip
+            else:
+                score(
+                    rows, pages - skipped, q, row_bytes, key_pages + 8 * skipped, size, scores + shift, 4 * KV_TILE
+                )  # fmt: skip
             for i in range(count):
                 visible = first + i + 1 - base
                 hidden = visible - window if window > 0 else 0
@@ -200,10 +218,16 @@ def make_attend_item(kv_type: str, avx512: bool) -> Any:
                     if hidden > 0:
                         hide_row(row, hidden)
                     softmax_row(row, visible, largest + 4 * r, total + 4 * LANES * r, correction + 4 * r, factor)
-            accumulate(
-                rows, vectors, scores + shift, 4 * KV_TILE, value_pages + 8 * skipped, tokens - skipped * LANES,
-                row_bytes, out, correction,
-            )  # fmt: skip
+            if widened:
+                accumulate_widened(
+                    rows, vectors, scores + shift, 4 * KV_TILE, value_pages + 8 * skipped, tokens - skipped * LANES,
+                    row_bytes, out, correction,
+                )  # fmt: skip
+            else:
+                accumulate(
+                    rows, vectors, scores + shift, 4 * KV_TILE, value_pages + 8 * skipped, tokens - skipped * LANES,
+                    row_bytes, out, correction,
+                )  # fmt: skip
         for i in range(count):
             for g in range(group):
                 r = i * group + g

@@ -8,6 +8,7 @@ from llvmlite import ir
 from numba import njit
 
 from executor_svc.backends.cpu.native.vector import (
+    F16,
     F32,
     I32,
     I64,
@@ -193,6 +194,17 @@ def copy_row(e: Emitter, source: Any, out: Any, vectors: Any) -> None:
     def step(index: Any, state: list[Any]) -> list[Any]:
         offset = e.b.mul(index, I64(4 * LANES))
         e.store(e.load(e.at(source, offset)), e.at(out, offset))
+        return []
+
+    e.loop(vectors, [], step)
+
+
+@kernel(3)
+def copy_row_from_half(e: Emitter, source: Any, out: Any, vectors: Any) -> None:
+    """float16 -> float32, ``vectors`` groups of 16."""
+
+    def step(index: Any, state: list[Any]) -> list[Any]:
+        e.store(e.load(e.at(source, e.b.mul(index, I64(2 * LANES))), F16), e.at(out, e.b.mul(index, I64(4 * LANES))))
         return []
 
     e.loop(vectors, [], step)

@@ -47,6 +47,30 @@ class DecoderLayer:
     mlp_norm: torch.Tensor | None = None  # float32 [hidden], of the MLP's output
 
 
+def make_layer(
+    config: ModelConfig,
+    fused: Callable[..., Apply],
+    norm: Callable[[str], torch.Tensor],
+    gate_up: Apply | None,
+    down: Apply | None,
+    experts: Apply | None,
+) -> DecoderLayer:
+    """A layer by the checkpoint's names: ``fused(*names)`` is their joined linear, ``norm(name)`` a norm's weight."""
+    sandwich = config.sandwich_norms
+    return DecoderLayer(
+        input_norm=norm("input_layernorm"),
+        qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output=fused("self_attn.o_proj"),
+        post_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
+        gate_up=gate_up,
+        down=down,
+        experts=experts,
+        head_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
+        attention_norm=norm("post_attention_layernorm") if sandwich else None,
+        mlp_norm=norm("post_feedforward_layernorm") if sandwich else None,
+    )
+
+
 class Decoder:
     """Implements ``Model`` on the CPU; ``backends/cuda`` has what differs on a GPU."""
 

@@ -14,7 +14,7 @@ from executor_svc.backends.cpu.row_tile import TiledLinear, probe
 from executor_svc.backends.cpu.torch_ops import TorchOps
 from executor_svc.models.base import Model, ModelFacts
 from executor_svc.models.config import ModelConfig
-from executor_svc.models.decoder import Decoder, DecoderLayer
+from executor_svc.models.decoder import Decoder, DecoderLayer, make_layer
 
 log = logging.getLogger(__name__)
 
@@ -103,19 +103,7 @@ class TorchBuilder:
             )
         else:
             gate_up, down = mlp("mlp")
-        sandwich = config.sandwich_norms
-        self._layers[index] = DecoderLayer(
-            input_norm=norm("input_layernorm"),
-            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            output=fused("self_attn.o_proj"),
-            post_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
-            gate_up=gate_up,
-            down=down,
-            experts=experts,
-            head_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-            attention_norm=norm("post_attention_layernorm") if sandwich else None,
-            mlp_norm=norm("post_feedforward_layernorm") if sandwich else None,
-        )
+        self._layers[index] = make_layer(config, fused, norm, gate_up, down, experts)
 
     def numerics(self) -> str:
         probed = probe([deferred.linear for deferred in self._linears], self._threads)

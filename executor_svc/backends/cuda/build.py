@@ -14,7 +14,7 @@ from executor_svc.backends.cuda.ops import KernelOps
 from executor_svc.kernels.build import SOURCE_DIR
 from executor_svc.models.base import ModelFacts
 from executor_svc.models.config import ModelConfig
-from executor_svc.models.decoder import DecoderLayer
+from executor_svc.models.decoder import DecoderLayer, make_layer
 
 WEIGHTS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -78,19 +78,7 @@ class CudaBuilder:
             experts = self._experts(parts)
         else:
             gate_up, down = fused("mlp.gate_proj", "mlp.up_proj"), fused("mlp.down_proj")
-        sandwich = config.sandwich_norms
-        self._layers[index] = DecoderLayer(
-            input_norm=norm("input_layernorm"),
-            qkv=fused("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            output=fused("self_attn.o_proj"),
-            post_norm=norm("pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"),
-            gate_up=gate_up,
-            down=down,
-            experts=experts,
-            head_norms=(norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None,
-            attention_norm=norm("post_attention_layernorm") if sandwich else None,
-            mlp_norm=norm("post_feedforward_layernorm") if sandwich else None,
-        )
+        self._layers[index] = make_layer(config, fused, norm, gate_up, down, experts)
 
     def _experts(self, parts: dict[str, torch.Tensor]) -> DeviceExperts:
         config = self._config

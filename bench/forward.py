@@ -93,7 +93,7 @@ def main() -> None:
         attention=arguments.attention,
         kv_type=arguments.kv_type,
     )
-    model = loaded.model
+    model: Any = loaded.model
     print(f"{model.facts.name}, {arguments.weights}: loaded in {time.perf_counter() - start:.1f} s")
     model.allocate_kv_cache(max(64 * -(-(arguments.context + 1) // BLOCK), 64), BLOCK)
     for tensor in model.kv_tensors():

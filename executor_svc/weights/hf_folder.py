@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -21,6 +24,7 @@ from executor_svc.weights.hf_tokenizer import read_assets
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_MAX_HEADER: Final = 16 << 20  # bytes; room for 130,000 tensors
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # A buffer that old Llama checkpoints stored; it is a function of the config, not a parameter.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -54,6 +58,7 @@ class HFCheckpoint:
             file = path.name
             try:
                 with safe_open(path, framework="pt") as shard:
+                    _refuse_repeats(path)
                     names = set(shard.keys())
                     if promised is not None and promised != names:
                         odd = ", ".join(sorted(promised ^ names)[:3])
@@ -76,6 +81,26 @@ class HFCheckpoint:
                 raise CheckpointError(f"{self._folder.path / name}: no such file{hint}")
             shards[path] = promised
         return shards
+
+
+def _refuse_repeats(path: Path) -> None:
+    """The library takes the last of several entries of one name, of which each may say something else of the data."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if size > _MAX_HEADER:
+            raise CheckpointError(f"{path.name}: a header of {size} bytes; at most {_MAX_HEADER}")
+        header = file.read(size)
+
+    def once(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            name, count = Counter(names).most_common(1)[0]
+            raise CheckpointError(f"{path.name}: {name!r} appears {count} times in the header")
+
+    try:
+        json.loads(header, object_pairs_hook=once)
+    except RecursionError as error:
+        raise CheckpointError(f"{path.name}: header: {error}") from error
 
 
 def _promised(index: bytes) -> dict[str, set[str]]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from executor_svc.weights import gguf_header
+from executor_svc.weights import gguf_header, hf_folder
 from executor_svc.weights.checkpoint import open_checkpoint
 from executor_svc.weights.errors import CheckpointError
 from executor_svc.weights.gguf_header import read_header
@@ -180,6 +180,31 @@ def test_damaged_safetensors(copy: Path) -> None:
     ):
         file.write_bytes(damaged)
         refuse(copy, memory=16 << 20)
+
+
+def test_names_repeated_in_a_safetensors_header(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes the last: with one name's data described twice, either may be what was meant."""
+    path = copy / "model.safetensors"
+    whole = path.read_bytes()
+    length = struct.unpack("<Q", whole[:8])[0]
+    entries, name = json.loads(whole[8 : 8 + length]), "model.layers.0.self_attn.q_proj.weight"
+    entries.pop("__metadata__", None)
+    header, entry = json.dumps(entries), entries[name]
+
+    def write(more: str) -> None:
+        raw = f"{header[:-1]}{more}}}".encode()
+        path.write_bytes(struct.pack("<Q", len(raw)) + raw + whole[8 + length :])
+
+    write(f', "{name}": {json.dumps(entry | {"shape": entry["shape"][::-1]})}')
+    refuse(copy, f"model.safetensors: '{name}' appears 2 times in the header")
+    write(f', "{name.replace("q_proj", chr(92) + "u0071_proj")}": {json.dumps(entry)}')  # another spelling of the name
+    refuse(copy, f"'{name}' appears 2 times")
+    write(', "__metadata__": {"format": "pt", "format": "np"}')
+    refuse(copy, "'format' appears 2 times")
+    write("")
+    assert list(open_checkpoint(copy).tensors())
+    monkeypatch.setattr(hf_folder, "_MAX_HEADER", len(header) - 1)
+    refuse(copy, f"a header of {len(header)} bytes; at most {len(header) - 1}")
 
 
 def test_nothing_is_read_from_outside_the_folder(copy: Path, tmp_path: Path) -> None:

@@ -72,27 +72,29 @@ def check_arguments(kernel: str, parameters: Sequence[Parameter], arguments: Seq
     if len(parameters) != len(arguments):
         raise LaunchError(f"{kernel}: {len(arguments)} arguments for {len(parameters)} parameters")
     for index, (parameter, argument) in enumerate(zip(parameters, arguments, strict=True)):
-        where = f"{kernel}: argument {index} ({parameter.cpp})"
-        if parameter.pointer:
-            _check_tensor(where, parameter, argument, device)
-        elif not isinstance(argument, np.generic):
-            raise LaunchError(f"{where} must be a numpy scalar, not {type(argument).__name__}")
-        elif type(argument) is not _VALUE_TYPES[parameter.type]:
-            raise LaunchError(f"{where} is {argument.dtype}")
+        wrong = _wrong_tensor(parameter, argument, device) if parameter.pointer else _wrong_value(parameter, argument)
+        if wrong is not None:
+            raise LaunchError(f"{kernel}: argument {index} ({parameter.cpp}) {wrong}")
 
 
-def _check_tensor(where: str, parameter: Parameter, argument: Any, device: str) -> None:
+def _wrong_value(parameter: Parameter, argument: Any) -> str | None:
+    if type(argument) is _VALUE_TYPES[parameter.type]:
+        return None
+    if not isinstance(argument, np.generic):
+        return f"must be a numpy scalar, not {type(argument).__name__}"
+    return f"is {argument.dtype}"
+
+
+def _wrong_tensor(parameter: Parameter, argument: Any, device: str) -> str | None:
     if argument is None:
-        if not parameter.nullable:
-            raise LaunchError(f"{where} must not be null")
-    elif not isinstance(argument, torch.Tensor):
-        raise LaunchError(f"{where} must be a tensor, not {type(argument).__name__}")
-    elif argument.dtype != _TENSOR_TYPES[parameter.type]:
-        raise LaunchError(f"{where} is {argument.dtype}")
-    elif argument.device.type != device:
-        raise LaunchError(f"{where} is on {argument.device}, the kernel runs on {device}")
-    elif not argument.is_contiguous():
-        raise LaunchError(f"{where} is not contiguous")
+        return None if parameter.nullable else "must not be null"
+    if not isinstance(argument, torch.Tensor):
+        return f"must be a tensor, not {type(argument).__name__}"
+    if argument.dtype != _TENSOR_TYPES[parameter.type]:
+        return f"is {argument.dtype}"
+    if argument.device.type != device:
+        return f"is on {argument.device}, the kernel runs on {device}"
+    return None if argument.is_contiguous() else "is not contiguous"
 
 
 def check_symbol(kernel: str, parameters: Sequence[Parameter], symbol: str) -> None:

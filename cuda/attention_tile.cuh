@@ -3,10 +3,6 @@
 #pragma once
 #include "paged_kv.cuh"
 
-// Rows of D elements and 8 of padding: an odd number of 16-byte units, so that 8 rows at one column are in 8 different
-// bank groups and ldmatrix has no conflict.
-template <int D> constexpr int TILE_STRIDE = D + 8;
-
 // The running softmax of rows g and g + 8. `top` in log2; `sum` is this lane's share.
 struct RowState {
   float top[2], sum[2];
@@ -27,7 +23,7 @@ DEV void multiply_keys(float (&scores)[MT][KV / 8][4], const LoadQ& load_q, cons
     for (int n = 0; n < KV / 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[m][n][i] = 0.f;
-  const T* row = keys + (lane / 16 * 8 + lane % 8) * TILE_STRIDE<D> + lane / 8 % 2 * 8;
+  const T* row = keys + row_offset<T, D>(lane / 16 * 8 + lane % 8) + lane / 8 % 2 * 8;
 #pragma unroll
   for (int k = 0; k < D / 16; ++k) {
     uint32_t a[MT][4];
@@ -36,7 +32,7 @@ DEV void multiply_keys(float (&scores)[MT][KV / 8][4], const LoadQ& load_q, cons
 #pragma unroll
     for (int n = 0; n < KV / 16; ++n) {  // matrices: (n, k) (n, k + 8) (n + 8, k) (n + 8, k + 8)
       uint32_t b[4];
-      ldmatrix_x4(b, row + n * 16 * TILE_STRIDE<D> + k * 16);
+      ldmatrix_x4(b, row + n * row_offset<T, D>(16) + k * 16);
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
         mma_16x8x16<T>(scores[m][2 * n], a[m], b[0], b[1]);
@@ -95,7 +91,7 @@ DEV void online_softmax(float (&scores)[KV / 8][4], float (&out)[D / 8][4], RowS
 template <class T, int D, int KV, int MT>
 DEV void multiply_values(float (&out)[MT][D / 8][4], const float (&weights)[MT][KV / 8][4], const T* values) {
   const int lane = threadIdx.x % WARP;
-  const T* row = values + lane % 16 * TILE_STRIDE<D> + lane / 16 * 8;
+  const T* row = values + row_offset<T, D>(lane % 16) + lane / 16 * 8;
 #pragma unroll
   for (int k = 0; k < KV / 16; ++k) {
     uint32_t a[MT][4];
@@ -107,7 +103,7 @@ DEV void multiply_values(float (&out)[MT][D / 8][4], const float (&weights)[MT][
 #pragma unroll
     for (int n = 0; n < D / 16; ++n) {  // a row of values is a token: transposed on the way
       uint32_t b[4];
-      ldmatrix_x4_trans(b, row + k * 16 * TILE_STRIDE<D> + n * 16);
+      ldmatrix_x4_trans(b, row + k * row_offset<T, D>(16) + n * 16);
 #pragma unroll
       for (int m = 0; m < MT; ++m) {
         mma_16x8x16<T>(out[m][2 * n], a[m], b[0], b[1]);

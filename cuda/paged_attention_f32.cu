@@ -10,12 +10,11 @@ __global__ void __launch_bounds__(WARPS* WARP)
     paged_attention_f32(float* out, float* part_out, float* part_lse, const float* q, const float* key_cache,
                         const float* value_cache, const int* block_tables, const int* items, int table_stride,
                         int block_size, int group, int q_stride, int window, float scale, float softcap) {
-  constexpr int STRIDE = D + 4;  // an odd number of 16-byte units: eight rows at one column are in eight bank groups
-  constexpr int COLUMNS = (D + WARP - 1) / WARP;
+  constexpr int COLUMNS = (D + WARP - 1) / WARP, TILE_SIZE = row_offset<float, D>(TILE);
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  float* queries = reinterpret_cast<float*>(shared_bytes);  // [16][STRIDE]
-  float* weights = queries + ROWS * STRIDE;                 // [16][TILE]
-  float* pipeline = weights + ROWS * TILE;                  // [2 stages][keys, values][TILE][STRIDE]
+  float* queries = reinterpret_cast<float*>(shared_bytes);  // [16][D]
+  float* weights = queries + row_offset<float, D>(ROWS);    // [16][TILE]
+  float* pipeline = weights + ROWS * TILE;                  // [2 stages][keys, values][TILE][D]
   const Item item = load_item(items, blockIdx.x);
   if (item.row < 0) return;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -23,13 +22,13 @@ __global__ void __launch_bounds__(WARPS* WARP)
   const Pages pages{block_tables + (int64_t)item.row * table_stride, block_size, kv_heads, kv_head};
   const Scores unit{scale, softcap};
 
-  copy_queries<float, D, STRIDE, ROWS, WARPS * WARP>(queries, q, q_stride, item.first_token, rows, group, kv_head);
+  copy_queries<float, D, ROWS, WARPS * WARP>(queries, q, q_stride, item.first_token, rows, group, kv_head);
   const int first = item.kv_begin / TILE * TILE;
   const int tiles = item.kv_end > first ? (item.kv_end - first + TILE - 1) / TILE : 0;
   const auto load = [&](int tile) {  // warps 0 and 1 the keys, 2 and 3 the values
     if (tile < tiles) {
-      float* to = pipeline + (tile % 2 * 2 + warp / 2) * TILE * STRIDE + warp % 2 * 16 * STRIDE;
-      const RowCopier<float, D, STRIDE, 16> rows_of(pages, first + tile * TILE + warp % 2 * 16, item.kv_end);
+      float* to = pipeline + (tile % 2 * 2 + warp / 2) * TILE_SIZE + warp % 2 * row_offset<float, D>(16);
+      const RowCopier<float, D, 16> rows_of(pages, first + tile * TILE + warp % 2 * 16, item.kv_end);
       rows_of.copy(to, warp / 2 ? value_cache : key_cache);
     }
     cp_async_commit();
@@ -44,15 +43,15 @@ __global__ void __launch_bounds__(WARPS* WARP)
     load(tile + 1);
     cp_async_wait<1>();
     __syncthreads();
-    const float* keys = pipeline + tile % 2 * 2 * TILE * STRIDE;
-    const float* values = keys + TILE * STRIDE;
+    const float* keys = pipeline + tile % 2 * 2 * TILE_SIZE;
+    const float* values = keys + TILE_SIZE;
     float dot[WARP_ROWS] = {};
 #pragma unroll 4
     for (int c = 0; c < D; c += 4) {
-      const float4 k = *reinterpret_cast<const float4*>(keys + lane * STRIDE + c);
+      const float4 k = *reinterpret_cast<const float4*>(keys + row_offset<float, D>(lane) + c);
 #pragma unroll
       for (int r = 0; r < WARP_ROWS; ++r) {
-        const float4 x = *reinterpret_cast<const float4*>(queries + (warp * WARP_ROWS + r) * STRIDE + c);
+        const float4 x = *reinterpret_cast<const float4*>(queries + row_offset<float, D>(warp * WARP_ROWS + r) + c);
         dot[r] += x.x * k.x + x.y * k.y + x.z * k.z + x.w * k.w;
       }
     }
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
       for (int c = 0; c < COLUMNS; ++c) {
         const int column = c * WARP + lane;
         if (D % WARP && column >= D) continue;
-        const float v = values[k * STRIDE + column];
+        const float v = values[row_offset<float, D>(k) + column];
 #pragma unroll
         for (int r = 0; r < WARP_ROWS; ++r) acc[r][c] += own[r * TILE + k] * v;
       }

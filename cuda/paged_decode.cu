@@ -7,10 +7,11 @@
 constexpr int WARPS = 4, TILE = 16;
 
 template <class T, int D> struct Shape {
-  static constexpr int STRIDE = TILE_STRIDE<D>;
   static constexpr int STAGES = D > 128 ? 2 : 3;
-  static constexpr int STAGE = 2 * TILE * STRIDE;  // elements: keys, then values
-  static constexpr int OUT_STRIDE = D + 8;         // floats; 8 off the banks' period: the merge has no conflict
+  static constexpr int ROWS = row_offset<T, D>(TILE);  // elements of a tile
+  static constexpr int STAGE = 2 * ROWS;               // keys, then values
+  // The merge's accumulators are written by four rows of eight floats at a time, and read by rows.
+  DEV static constexpr int merge_offset(int row) { return row_offset<float, D, 8>(row); }
 };
 
 // grid (items, kv_heads), block 128, shared memory: see plan.decode_smem.
@@ -31,21 +32,21 @@ __global__ void __launch_bounds__(WARPS* WARP)
   const Pages pages{block_tables + (int64_t)item.row * table_stride, block_size, kv_heads, kv_head};
   const Scores unit{scale, softcap};
 
-  copy_queries<T, D, S::STRIDE, TILE, WARPS * WARP>(shared, q, q_stride, item.first_token, rows, group, kv_head);
+  copy_queries<T, D, TILE, WARPS * WARP>(shared, q, q_stride, item.first_token, rows, group, kv_head);
   cp_async_commit();
   const auto load_q = [&](uint32_t(&a)[4], int, int k) {
-    ldmatrix_x4(a, shared + lane % 16 * S::STRIDE + k * 16 + lane / 16 * 8);
+    ldmatrix_x4(a, shared + row_offset<T, D>(lane % 16) + k * 16 + lane / 16 * 8);
   };
 
-  T* pipeline = shared + TILE * S::STRIDE + warp * S::STAGES * S::STAGE;
+  T* pipeline = shared + S::ROWS + warp * S::STAGES * S::STAGE;
   const int first = item.kv_begin / TILE * TILE;
   const int tiles = item.kv_end > first ? (item.kv_end - first + TILE - 1) / TILE : 0;
   const auto load = [&](int tile, int stage) {  // always commits, so that the wait can count groups
     if (tile < tiles) {
       T* keys = pipeline + stage * S::STAGE;
-      const RowCopier<T, D, S::STRIDE, TILE> rows_of(pages, first + tile * TILE, item.kv_end);
+      const RowCopier<T, D, TILE> rows_of(pages, first + tile * TILE, item.kv_end);
       rows_of.copy(keys, key_cache);
-      rows_of.copy(keys + TILE * S::STRIDE, value_cache);
+      rows_of.copy(keys + S::ROWS, value_cache);
     }
     cp_async_commit();
   };
@@ -65,15 +66,15 @@ __global__ void __launch_bounds__(WARPS* WARP)
     float scores[1][TILE / 8][4];
     multiply_keys<T, D, TILE, 1>(scores, load_q, keys);
     online_softmax<D, TILE>(scores[0], acc[0], state, unit, first + tile * TILE, item, 0, rows, group, window);
-    multiply_values<T, D, TILE, 1>(acc, scores, keys + TILE * S::STRIDE);
+    multiply_values<T, D, TILE, 1>(acc, scores, keys + S::ROWS);
     stage = (stage + 1) % S::STAGES;
   }
   cp_async_wait<0>();
   __syncthreads();  // the pipelines' memory is used again below
 
-  // Merge the warps: accumulators [warp][16][OUT_STRIDE], then top and sum [warp][16][2].
+  // Merge the warps: accumulators [warp][16][D], then top and sum [warp][16][2].
   float* merged = reinterpret_cast<float*>(shared_bytes);
-  float* stats = merged + WARPS * TILE * S::OUT_STRIDE;
+  float* stats = merged + S::merge_offset(WARPS * TILE);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = state.sum[half];
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
     if (t == 0) *reinterpret_cast<float2*>(stats + r * 2) = make_float2(state.top[half], sum);
 #pragma unroll
     for (int n = 0; n < D / 8; ++n)
-      *reinterpret_cast<float2*>(merged + r * S::OUT_STRIDE + n * 8 + t * 2) =
+      *reinterpret_cast<float2*>(merged + S::merge_offset(r) + n * 8 + t * 2) =
           make_float2(acc[0][n][half * 2], acc[0][n][half * 2 + 1]);
   }
   __syncthreads();
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const float weight = fast_exp2(stats[(w * TILE + r) * 2] - base);
-      const float2 part = *reinterpret_cast<const float2*>(merged + (w * TILE + r) * S::OUT_STRIDE + c);
+      const float2 part = *reinterpret_cast<const float2*>(merged + S::merge_offset(w * TILE + r) + c);
       sum += weight * stats[(w * TILE + r) * 2 + 1];
       x += weight * part.x;
       y += weight * part.y;

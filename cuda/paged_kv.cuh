@@ -38,11 +38,24 @@ struct Pages {
   }
 };
 
-// Copies ROWS tokens' vectors into ROWS rows of a shared tile, STRIDE elements apart; done by one warp. Rows of
-// positions at or after `end` are set to zero, never read: they may hold NaN, and 0 x NaN is NaN.
-template <class T, int D, int STRIDE, int ROWS> struct RowCopier {
+// A shared tile of rows of D elements. Copies write eight neighbouring 16-byte vectors at a time, products read one
+// vector of eight neighbouring rows; both meet every bank once when PAD elements follow not each row, but each run of
+// rows that fills whole lines of all 32 banks. (PAD of 16 bytes where rows are read by vectors of 16.)
+template <class T, int D>
+constexpr int LINE_ROWS = D * sizeof(T) % 128 == 0 ? 1 : D * sizeof(T) % 64 == 0 ? 2 : 4;
+
+// Where row `row` begins, in elements; of ROWS: the size of a tile of so many rows.
+template <class T, int D, int PAD = VEC<T>> DEV constexpr int row_offset(int row) {
+  constexpr int RUN = LINE_ROWS<T, D>;
+  static_assert(RUN * D * sizeof(T) % 128 == 0);
+  return row / RUN * (RUN * D + PAD) + row % RUN * D;
+}
+
+// Copies ROWS tokens' vectors into the rows of a shared tile; done by one warp. Rows of positions at or after `end`
+// are set to zero, never read: they may hold NaN, and 0 x NaN is NaN.
+template <class T, int D, int ROWS> struct RowCopier {
   static constexpr int CHUNKS = D / VEC<T>;
-  static_assert(ROWS <= WARP && ROWS * CHUNKS % WARP == 0);
+  static_assert(ROWS <= WARP && ROWS * CHUNKS % WARP == 0 && ROWS % LINE_ROWS<T, D> == 0);
   int64_t index;  // of the token of lane % ROWS, or -1
 
   DEV RowCopier(const Pages& pages, int first, int end) {
@@ -54,19 +67,19 @@ template <class T, int D, int STRIDE, int ROWS> struct RowCopier {
     for (int step = 0; step < ROWS * CHUNKS / WARP; ++step) {
       const int i = step * WARP + threadIdx.x % WARP, r = i / CHUNKS, c = i % CHUNKS * VEC<T>;
       const int64_t from = __shfl_sync(ALL_LANES, index, r);
-      cp_async16(tile + r * STRIDE + c, cache + (from < 0 ? 0 : from * D + c), from < 0 ? 0 : 16);
+      cp_async16(tile + row_offset<T, D>(r) + c, cache + (from < 0 ? 0 : from * D + c), from < 0 ? 0 : 16);
     }
   }
 };
 
 // Copies an item's packed query rows into a shared tile of ROWS rows, zeros after the last; done by the whole block.
-template <class T, int D, int STRIDE, int ROWS, int THREADS>
+template <class T, int D, int ROWS, int THREADS>
 DEV void copy_queries(T* tile, const T* q, int q_stride, int first_token, int rows, int group, int kv_head) {
   constexpr int CHUNKS = D / VEC<T>;
   for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
     const int r = i / CHUNKS, c = i % CHUNKS * VEC<T>;
     const int64_t at = (int64_t)(first_token + r / group) * q_stride + (kv_head * group + r % group) * D + c;
-    cp_async16(tile + r * STRIDE + c, q + (r < rows ? at : 0), r < rows ? 16 : 0);
+    cp_async16(tile + row_offset<T, D>(r) + c, q + (r < rows ? at : 0), r < rows ? 16 : 0);
   }
 }
 

@@ -19,11 +19,11 @@ __global__ void __launch_bounds__(WARPS* WARP)
     paged_prefill(T* out, const T* q, const T* key_cache, const T* value_cache, const int* block_tables,
                   const int* items, int table_stride, int block_size, int group, int q_stride, int window, float scale,
                   float softcap) {
-  constexpr int STRIDE = TILE_STRIDE<D>, TILE = KV_TILE<D>, MT = ROW_TILES<D>, WARP_ROWS = MT * 16, ROWS = WARPS * WARP_ROWS;
+  constexpr int TILE = KV_TILE<D>, MT = ROW_TILES<D>, WARP_ROWS = MT * 16, ROWS = WARPS * WARP_ROWS;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   T* queries = reinterpret_cast<T*>(shared_bytes);
-  T* keys = queries + ROWS * STRIDE;
-  T* values = keys + TILE * STRIDE;
+  T* keys = queries + row_offset<T, D>(ROWS);
+  T* values = keys + row_offset<T, D>(TILE);
   const Item item = load_item(items, blockIdx.x);
   if (item.row < 0) return;
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
@@ -31,13 +31,13 @@ __global__ void __launch_bounds__(WARPS* WARP)
   const Pages pages{block_tables + (int64_t)item.row * table_stride, block_size, kv_heads, kv_head};
   const Scores unit{scale, softcap};
 
-  copy_queries<T, D, STRIDE, ROWS, WARPS * WARP>(queries, q, q_stride, item.first_token, rows, group, kv_head);
+  copy_queries<T, D, ROWS, WARPS * WARP>(queries, q, q_stride, item.first_token, rows, group, kv_head);
   const int first = item.kv_begin / TILE * TILE;
   const int tiles = item.kv_end > first ? (item.kv_end - first + TILE - 1) / TILE : 0;
   const auto load = [&](T* to, const T* cache, int tile) {  // each warp a quarter
     constexpr int SHARE = TILE / WARPS;
-    const RowCopier<T, D, STRIDE, SHARE> rows_of(pages, first + tile * TILE + warp * SHARE, item.kv_end);
-    rows_of.copy(to + warp * SHARE * STRIDE, cache);
+    const RowCopier<T, D, SHARE> rows_of(pages, first + tile * TILE + warp * SHARE, item.kv_end);
+    rows_of.copy(to + warp * row_offset<T, D>(SHARE), cache);
   };
   if (tiles > 0) load(keys, key_cache, 0);
   cp_async_commit();
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
     cp_async_commit();
     float scores[MT][TILE / 8][4];
     const auto load_q = [&](uint32_t(&a)[4], int m, int k) {
-      ldmatrix_x4(a, queries + (warp * WARP_ROWS + m * 16 + lane % 16) * STRIDE + k * 16 + lane / 16 * 8);
+      ldmatrix_x4(a, queries + row_offset<T, D>(warp * WARP_ROWS + m * 16 + lane % 16) + k * 16 + lane / 16 * 8);
     };
     multiply_keys<T, D, TILE, MT>(scores, load_q, keys);
 #pragma unroll

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,11 +40,17 @@ class _Template:
     opcodes: tuple[str, ...] = ()
 
 
+def _tile_bytes(rows: int, head_dim: int, element_bytes: int, pad: int = 16) -> int:
+    """A tile in shared memory: ``pad`` bytes after each run of rows that fills whole 128-byte lines (paged_kv.cuh)."""
+    line_rows = 128 // math.gcd(head_dim * element_bytes, 128)
+    return rows * head_dim * element_bytes + rows // line_rows * pad
+
+
 def decode_smem(head_dim: int, element_bytes: int) -> int:
     """paged_decode: a tile of queries and four pipelines, or the merge of the four warps in the same memory."""
     stages = 2 if head_dim > 128 else 3
-    pipelines = (16 + 4 * stages * 2 * 16) * (head_dim + 8) * element_bytes
-    merge = 4 * 16 * (head_dim + 8 + 2) * 4
+    pipelines = _tile_bytes(16 + 4 * stages * 2 * 16, head_dim, element_bytes)
+    merge = _tile_bytes(4 * 16, head_dim, 4, 32) + 4 * 16 * 2 * 4
     return max(pipelines, merge)
 
 
@@ -55,12 +62,12 @@ def prefill_rows(head_dim: int) -> int:
 def prefill_smem(head_dim: int, element_bytes: int) -> int:
     """paged_prefill: the queries, a tile of keys, a tile of values."""
     tile = 32 if head_dim in (96, 128) else 64
-    return (prefill_rows(head_dim) + 2 * tile) * (head_dim + 8) * element_bytes
+    return _tile_bytes(prefill_rows(head_dim) + 2 * tile, head_dim, element_bytes)
 
 
 def f32_smem(head_dim: int, element_bytes: int) -> int:
     """paged_attention_f32: queries, weights, two stages of keys and values."""
-    return (16 * (head_dim + 4) + 16 * 32 + 2 * 2 * 32 * (head_dim + 4)) * element_bytes
+    return _tile_bytes(16 + 2 * 2 * 32, head_dim, element_bytes) + 16 * 32 * element_bytes
 
 
 _ATTENTION_VALUES = (

@@ -6,10 +6,14 @@ Each refusal names the field, its value and the limit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from protos import front
 from protos.stepwire.v1 import inference_pb2 as pb
+from protos.wire import LE_INT32, Int32
 from scheduler_svc.api.refusal import Refusal, invalid
 
 if TYPE_CHECKING:
@@ -48,14 +52,14 @@ def check_form(request: pb.GenerateRequest) -> None:
 
 
 def check_against(request: pb.GenerateRequest, model: Model) -> None:
-    """What depends on the model. Raises Refusal."""
+    """What depends on the model, and takes no longer for a large request: lists of ids are counted here, and looked at
+    in `request.checked_ids`. Raises Refusal."""
     kind = request.WhichOneof("prompt")
     vocab = model.state.vocab_size
     if kind == "token_ids":
         # Counted before they are looked at: a message has room for many millions, and the others wait meanwhile.
         if len(request.token_ids.ids) >= model.state.context_length:
             raise _too_long(len(request.token_ids.ids), model)
-        check_ids("token_ids", request.token_ids.ids, vocab)
     else:
         check_text(kind, model)
     if request.stopping.stop:
@@ -71,13 +75,10 @@ def check_against(request: pb.GenerateRequest, model: Model) -> None:
     if len(request.sampling.allowed_token_ids) > vocab:
         ids = f"{len(request.sampling.allowed_token_ids)} ids"
         raise invalid("sampling.allowed_token_ids", ids, f"at most {vocab}, the model's vocabulary, no id twice")
-    check_ids("sampling.allowed_token_ids", request.sampling.allowed_token_ids, vocab)
-    _check_drawable(request, model)
     for i, choice in enumerate(request.continue_from):
         if len(choice.token_ids) > model.state.context_length:
             context = f"at most {model.state.context_length}, the model's context"
             raise invalid(f"continue_from[{i}].token_ids", f"{len(choice.token_ids)} ids", context)
-        check_ids(f"continue_from[{i}].token_ids", choice.token_ids, vocab)
 
 
 def check_text(kind: str, model: Model) -> None:
@@ -101,24 +102,25 @@ def ending_ids(request: pb.GenerateRequest, model: Model) -> set[int]:
     return ending
 
 
-def _check_drawable(request: pb.GenerateRequest, model: Model) -> None:
-    """That at least one id can be drawn, at every position."""
-    sampling = request.sampling
-    allowed = set(sampling.allowed_token_ids)
-    if len(allowed) != len(sampling.allowed_token_ids):
+def check_drawable(request: pb.GenerateRequest, model: Model, allowed: Int32) -> None:
+    """That at least one id can be drawn, at every position; ``allowed``: the ids of allowed_token_ids, in order."""
+    if (allowed[1:] == allowed[:-1]).any():
         raise invalid("sampling.allowed_token_ids", "an id twice", "different ids")
-    banned = {token for token, bias in sampling.logit_bias.items() if math.isinf(bias)}
-    size = len(allowed - banned) if allowed else model.state.vocab_size - len(banned)
-    if size <= 0:
+    banned = {token for token, bias in request.sampling.logit_bias.items() if math.isinf(bias)}
+
+    def left_without(ids: set[int]) -> int:
+        if not len(allowed):
+            return model.state.vocab_size - len(ids)
+        return len(allowed) - int(np.isin(np.fromiter(ids, LE_INT32, len(ids)), allowed).sum())
+
+    if left_without(banned) <= 0:
         raise invalid("sampling.logit_bias", f"{len(banned)} ids banned", "so that an id is left to draw")
-    if request.stopping.min_tokens:
-        masked = ending_ids(request, model) - banned
-        if (allowed and not allowed - banned - masked) or (not allowed and size <= len(masked)):
-            raise invalid(
-                "stopping.min_tokens",
-                request.stopping.min_tokens,
-                "0 where only ids that end the choice may be drawn",
-            )
+    if request.stopping.min_tokens and left_without(banned | ending_ids(request, model)) <= 0:
+        raise invalid(
+            "stopping.min_tokens",
+            request.stopping.min_tokens,
+            "0 where only ids that end the choice may be drawn",
+        )
 
 
 def check_length(request: pb.GenerateRequest, model: Model, prompt_tokens: int) -> None:
@@ -259,13 +261,13 @@ def check_detokenize(request: pb.DetokenizeRequest, model: Model) -> None:
     _require_tokenizer("ids", model)
     if len(request.ids) > model.state.context_length:
         raise invalid("ids", f"{len(request.ids)} ids", f"at most {model.state.context_length}, the model's context")
-    check_ids("ids", request.ids, model.state.vocab_size)
 
 
-def check_ids(field: str, ids: object, vocab_size: int) -> None:
-    highest = max(ids, default=0)  # type: ignore[call-overload]
+def check_ids(field: str, ids: Sequence[int], vocab_size: int, first: int = 0) -> None:
+    """That ``ids``, those of ``field`` from position ``first`` on, are the vocabulary's. Raises Refusal."""
+    highest = max(ids, default=0)
     if highest >= vocab_size:
-        position = list(ids).index(highest)  # type: ignore[call-overload]
+        position = first + list(ids).index(highest)
         raise invalid(f"{field}[{position}]", highest, f"below the vocabulary's {vocab_size}")
 
 

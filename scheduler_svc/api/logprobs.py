@@ -13,11 +13,11 @@ import numpy as np
 
 from protos.step import RowLogprobs
 from protos.stepwire.v1 import inference_pb2 as pb
-from protos.wire import LE_FLOAT32, WireError, unpack_int32
+from protos.wire import LE_FLOAT32, Int32, WireError, unpack_int32
 
 _decode = msgspec.msgpack.Decoder(tuple[RowLogprobs, ...], strict=True).decode
 
-PROMPT_VALUES = 65536  # at most, in one message of a stream: half a megabyte
+VALUES = 4096  # made at once, at most: a few milliseconds; of a prompt, those of one message
 
 
 class MissingLogprobs(Exception):
@@ -27,18 +27,24 @@ class MissingLogprobs(Exception):
 class Logprobs:
     """Of one request: of its prompt, where ``prompt_top`` is not negative, and of each choice's outputs."""
 
-    def __init__(self, prompt: tuple[int, ...] | list[int], top: int, prompt_top: int) -> None:
+    def __init__(self, prompt: Int32, top: int, prompt_top: int) -> None:
         self.wanted = top >= 0
         self._prompt = prompt
         self._prompt_rows: dict[int, RowLogprobs] = {}
         self._next = 1 if prompt_top >= 0 else len(prompt)  # prompt position to be handed out next
-        self._chunk = max(1, PROMPT_VALUES // (1 + max(prompt_top, 0)))
+        self._chunk = max(1, VALUES // (1 + max(prompt_top, 0)))
+        self.outputs_at_once = max(1, VALUES // (1 + max(top, 0)))
         self._outputs: dict[int, dict[int, RowLogprobs]] = {}  # choice -> output index -> row
 
     @property
     def prompt_pending(self) -> bool:
         """Some of the prompt were not handed out yet."""
         return self._next < len(self._prompt)
+
+    @property
+    def prompt_messages(self) -> int:
+        """Calls of ``take_prompt`` that hand out the rest of them."""
+        return -(-(len(self._prompt) - self._next) // self._chunk)
 
     @property
     def prompt_here(self) -> bool:
@@ -65,7 +71,7 @@ class Logprobs:
         """The next ones of the prompt that have come, a message's worth at most."""
         found: list[pb.TokenLogprob] = []
         while len(found) < self._chunk and self.prompt_pending and (row := self._prompt_rows.pop(self._next, None)):
-            found.append(_message(self._prompt[self._next], row))
+            found.append(_message(int(self._prompt[self._next]), row))
             self._next += 1
         return found
 

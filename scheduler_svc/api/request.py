@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,24 +16,24 @@ import numpy as np
 from protos.front import INVALID_ARGUMENT
 from protos.step import SamplingParams
 from protos.stepwire.v1 import inference_pb2 as pb
-from protos.wire import LE_FLOAT32, LE_INT32, pack_int32
+from protos.wire import LE_FLOAT32, LE_INT32, Int32, pack_int32
 from scheduler_svc.api import door
 from scheduler_svc.api.models import Model
 from scheduler_svc.api.refusal import Refusal, invalid
 from scheduler_svc.api.text.chat_template import TemplateFault
 from scheduler_svc.api.text.detokenizer import Detokenizer
-from scheduler_svc.api.text.lanes import Lanes
+from scheduler_svc.api.text.lanes import IDS, Lanes
 from scheduler_svc.api.text.output import Output
 from scheduler_svc.api.text.stops import StopStrings
 from scheduler_svc.api.text.tokenizer import MAX_PIECE_BYTES, SHORT_TEXT
-from scheduler_svc.prefix_hash import block_hashes
+from scheduler_svc.prefix_hash import extend_hashes, root_hash
 
 
 @dataclass(frozen=True, slots=True)
 class Continued:
     """What the client already has of one choice."""
 
-    ids: tuple[int, ...]
+    ids: Int32
     finished: bool
 
 
@@ -53,7 +54,7 @@ class Request:
     ignore_eos: bool
     include_stop: bool
     keep_special: bool  # special tokens are written out in the text
-    echo_prompt: bool
+    echo: pb.TokenIds  # of the prompt, where they are asked for
     tenant: str
     bypass_cache: bool
     priority: int
@@ -91,10 +92,21 @@ async def canonical(
     The form (door.check_form) was checked before the model was looked up.
     """
     door.check_against(proto, model)
-    sampling = _sampling(proto, model)
+    state = model.state
+    allowed = proto.sampling.allowed_token_ids
+    allowed_ids = np.sort(await checked_ids("sampling.allowed_token_ids", allowed, state.vocab_size, lanes))
+    door.check_drawable(proto, model, allowed_ids)
+    continued = {}
+    for i, choice in enumerate(proto.continue_from):
+        ids = await checked_ids(f"continue_from[{i}].token_ids", choice.token_ids, state.vocab_size, lanes)
+        continued[choice.index] = Continued(ids, choice.finished)
+    sampling = _sampling(proto, model, allowed_ids)
     tokens = await encode(proto, model, lanes)
     door.check_length(proto, model, len(tokens))
-    state = model.state
+    echo = pb.TokenIds()
+    if proto.output.prompt_token_ids:
+        async for part in lanes.turns(len(tokens)):
+            echo.ids.extend(tokens[part].tolist())
     room = state.context_length - len(tokens)
     max_tokens = min(proto.stopping.max_tokens, room) if proto.stopping.HasField("max_tokens") else 0
     stop = tuple(dict.fromkeys(proto.stopping.stop))
@@ -115,18 +127,25 @@ async def canonical(
         ignore_eos=proto.stopping.ignore_eos,
         include_stop=proto.stopping.include_stop,
         keep_special=keep_special,
-        echo_prompt=proto.output.prompt_token_ids,
+        echo=echo,
         tenant=tenant,
         bypass_cache=proto.bypass_prefix_cache,
         priority=proto.priority,
-        continued={c.index: Continued(tuple(c.token_ids), c.finished) for c in proto.continue_from},
+        continued=continued,
         is_continuation=bool(proto.continue_from),
         arrival=arrival,
         deadline=deadline,
-        block_hashes=b""
-        if proto.bypass_prefix_cache
-        else block_hashes(state.fingerprint, tenant, tokens, state.block_size),
+        block_hashes=b"" if proto.bypass_prefix_cache else await _block_hashes(model, tenant, tokens, lanes),
     )
+
+
+async def _block_hashes(model: Model, tenant: str, tokens: Int32, lanes: Lanes) -> bytes:
+    """Of all full blocks: see `prefix_hash.block_hashes`."""
+    size, data = model.state.block_size, pack_int32(tokens)
+    hashes = [root_hash(model.state.fingerprint, tenant, size)]
+    async for part in lanes.turns(len(tokens) // size, max(1, IDS // size)):
+        extend_hashes(hashes, data[part.start * size * 4 : part.stop * size * 4], size)
+    return b"".join(hashes[1:])
 
 
 def _stop_strings(stop: tuple[str, ...], model: Model, keep_special: bool) -> StopStrings | None:
@@ -136,7 +155,7 @@ def _stop_strings(stop: tuple[str, ...], model: Model, keep_special: bool) -> St
     return StopStrings(stop, () if keep_special else model.tokenizer.pieces.special.values())
 
 
-def _sampling(proto: pb.GenerateRequest, model: Model) -> SamplingParams:
+def _sampling(proto: pb.GenerateRequest, model: Model, allowed_ids: Int32) -> SamplingParams:
     asked, defaults = proto.sampling, model.defaults
     temperature = asked.temperature if asked.HasField("temperature") else defaults.temperature
     door.check_seed(proto, temperature)
@@ -158,7 +177,7 @@ def _sampling(proto: pb.GenerateRequest, model: Model) -> SamplingParams:
         presence_penalty=asked.presence_penalty + 0.0,
         logit_bias_ids=pack_int32([token for token, _ in biases]),
         logit_bias=np.array([bias for _, bias in biases], dtype=LE_FLOAT32).tobytes(),
-        allowed_ids=pack_int32(sorted(asked.allowed_token_ids)),
+        allowed_ids=pack_int32(allowed_ids),
         logprobs=output.logprobs if output.HasField("logprobs") else -1,
         prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else -1,
     )
@@ -168,14 +187,24 @@ def _below(top_k: int, vocab_size: int) -> int:
     return top_k if top_k < vocab_size else 0
 
 
+async def checked_ids(field: str, ids: Sequence[int], vocab_size: int, lanes: Lanes) -> Int32:
+    """The ids of a message, as many as it may have. Raises Refusal for one that is outside the vocabulary."""
+    out = np.empty(len(ids), dtype=LE_INT32)
+    async for part in lanes.turns(len(ids)):
+        some = ids[part]
+        door.check_ids(field, some, vocab_size, part.start)
+        out[part] = some
+    return out
+
+
 async def encode(
     proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, lanes: Lanes, *, bos: bool = True
-) -> np.ndarray:
-    """The prompt's ids, int32. ``bos``: a text begins as the tokenizer begins one. Raises Refusal."""
+) -> Int32:
+    """The prompt's ids. ``bos``: a text begins as the tokenizer begins one. Raises Refusal."""
     kind = proto.WhichOneof("prompt")
     if kind == "token_ids":
         assert isinstance(proto, pb.GenerateRequest)
-        return np.fromiter(proto.token_ids.ids, dtype=LE_INT32, count=len(proto.token_ids.ids))
+        return await checked_ids("token_ids", proto.token_ids.ids, model.state.vocab_size, lanes)
     most = MAX_PIECE_BYTES * model.state.context_length
     if kind == "text":
         size = len(proto.text)
@@ -192,21 +221,22 @@ async def encode(
             ids = await loop.run_in_executor(lane, _encode_text, proto, model, bos)
         else:
             ids = await loop.run_in_executor(lane, _encode_chat, proto, model, most)
-    if ids and max(ids) >= model.state.vocab_size:
+    highest = int(ids.max(initial=0))
+    if highest >= model.state.vocab_size:
         raise Refusal(
             INVALID_ARGUMENT,
-            f"{kind}: the tokenizer gives id {max(ids)}, but the model's vocabulary is {model.state.vocab_size}",
+            f"{kind}: the tokenizer gives id {highest}, but the model's vocabulary is {model.state.vocab_size}",
             field=kind,
         )
-    return np.asarray(ids, dtype=LE_INT32)
+    return ids
 
 
-def _encode_text(proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, bos: bool) -> list[int]:
+def _encode_text(proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, bos: bool) -> Int32:
     assert model.tokenizer is not None
-    return model.tokenizer.encode(proto.text, bos=bos)
+    return _array(model.tokenizer.encode(proto.text, bos=bos))
 
 
-def _encode_chat(proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, most: int) -> list[int]:
+def _encode_chat(proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, most: int) -> Int32:
     assert model.tokenizer is not None
     assert model.template is not None
     messages = [{"role": message.role, "content": message.content} for message in proto.chat.messages]
@@ -215,4 +245,12 @@ def _encode_chat(proto: pb.GenerateRequest | pb.TokenizeRequest, model: Model, m
     except TemplateFault as fault:
         raise Refusal(INVALID_ARGUMENT, f"chat: the model's template says: {fault}", field="chat") from fault
     # A template writes the BOS token itself where it wants one.
-    return model.tokenizer.encode(text, bos=False)
+    return _array(model.tokenizer.encode(text, bos=False))
+
+
+def _array(ids: list[int]) -> Int32:
+    """Between two parts the thread can be made to wait for the event loop's."""
+    out = np.empty(len(ids), dtype=LE_INT32)
+    for start in range(0, len(ids), IDS):
+        out[start : start + IDS] = ids[start : start + IDS]
+    return out

@@ -78,9 +78,12 @@ class InferenceService(pb_grpc.InferenceServicer):
             door.check_text(request.WhichOneof("prompt") or "", model)
             ids = await encode(request, model, self._lanes, bos=not request.no_bos)
             response.model = model.name
-            response.ids.extend(ids.tolist())
-            if request.pieces and model.tokenizer is not None:
-                response.pieces.extend(model.tokenizer.pieces[token].data for token in ids.tolist())
+            pieces = model.tokenizer.pieces if request.pieces and model.tokenizer is not None else None
+            async for part in self._lanes.turns(len(ids)):
+                some = ids[part].tolist()
+                response.ids.extend(some)
+                if pieces is not None:
+                    response.pieces.extend([pieces[token].data for token in some])
         await call.abort_if_refused(context)
         return response
 
@@ -95,15 +98,20 @@ class InferenceService(pb_grpc.InferenceServicer):
             assert model.tokenizer is not None
             keep_special = request.HasField("skip_special_tokens") and not request.skip_special_tokens
             detokenizer = Detokenizer(model.tokenizer.pieces, keep_special=keep_special)
+            text = []
+            async for part in self._lanes.turns(len(request.ids)):
+                some = request.ids[part]
+                door.check_ids("ids", some, model.state.vocab_size, part.start)
+                text.append(detokenizer.push(some))
             response.model = model.name
-            response.text = detokenizer.push(list(request.ids)) + detokenizer.flush()
+            response.text = "".join(text) + detokenizer.flush()
         await call.abort_if_refused(context)
         return response
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         response = pb.GenerateResponse()
         async with self._call("Generate", context) as call, self._stream(request, context, call, False) as stream:
-            response = await stream.whole()
+            response = await stream.whole(self._lanes)
             self._count_end(stream, call)
         await call.abort_if_refused(context)
         return response
@@ -156,6 +164,7 @@ class InferenceService(pb_grpc.InferenceServicer):
             lanes=self._lanes,
         )
         stream = Stream(request, streaming=streaming)
+        await stream.resume(self._lanes)
         stream.task = asyncio.current_task()
         call.stream = stream
         if not stream.ended:

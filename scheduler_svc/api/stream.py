@@ -20,6 +20,7 @@ from scheduler_svc.api import door
 from scheduler_svc.api.logprobs import Logprobs, MissingLogprobs
 from scheduler_svc.api.refusal import Refusal, relayed, unavailable
 from scheduler_svc.api.request import Request
+from scheduler_svc.api.text.lanes import DEAR_IDS, Lanes
 from scheduler_svc.api.text.output import End, Output
 
 _REASONS = {
@@ -44,16 +45,12 @@ class ChoiceState:
 
     output: Output
     raw: list[int] = field(default_factory=list)
+    finished: front.Finished | None = None  # the core's word, not yet looked at either: it comes after ``raw``
     looked: int = 0  # ids of which the core was told whether there is a stop string in them
     sent: int = 0  # ids the client has, those it continued from included
     finish_sent: bool = False
     running: bool = True  # the core still owes the end
     cached_tokens: int = -1
-
-    def settle(self) -> None:
-        if self.raw:
-            self.output.push(self.raw)
-            self.raw = []
 
     @property
     def received(self) -> int:
@@ -61,7 +58,7 @@ class ChoiceState:
 
 
 class Stream:
-    """Made from a request whose continued ids are valid; raises Refusal where they go past an end."""
+    """Made from a request; ``resume`` before anything else."""
 
     def __init__(self, request: Request, *, streaming: bool) -> None:
         self.request = request
@@ -86,19 +83,28 @@ class Stream:
             if before is not None and before.finished:
                 self._finished_before += len(before.ids)
                 continue
-            output = request.output()
-            if before is not None:
-                taken = output.push(list(before.ids))
-                door.check_continued(index, len(before.ids), taken)
-                output.take_text()  # the client has it
-            self.choices[index] = ChoiceState(output, sent=len(output.ids), running=output.end is None)
-        self._continued = self.completion_tokens
+            self.choices[index] = ChoiceState(request.output())
+        self._continued = 0
         sampling = request.sampling
         self.logprobs: Logprobs | None = None
         if sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0:
-            had_tokens = any(before.ids for before in request.continued.values())
-            prompt = unpack_int32(request.prompt).tolist()
+            had_tokens = any(len(before.ids) for before in request.continued.values())
+            prompt = unpack_int32(request.prompt)
             self.logprobs = Logprobs(prompt, sampling.logprobs, -1 if had_tokens else sampling.prompt_logprobs)
+
+    async def resume(self, lanes: Lanes) -> None:
+        """Takes in what the client has of each choice already. Raises Refusal where that goes past an end."""
+        for index, choice in self.choices.items():
+            before = self.request.continued.get(index)
+            if before is None:
+                continue
+            output, taken = choice.output, 0
+            async for part in lanes.turns(len(before.ids), DEAR_IDS):
+                taken += output.push(before.ids[part].tolist())
+                output.take_text()  # the client has it
+            door.check_continued(index, len(before.ids), taken)
+            choice.sent, choice.running = len(output.ids), output.end is None
+        self._continued = self.completion_tokens
         if not self._running:
             self.accepted = True  # nothing is left for the core
 
@@ -170,7 +176,7 @@ class Stream:
         if self.request.stops is None or self.error is not None:
             return stops
         for index, choice in self.choices.items():
-            choice.settle()
+            self._settle(choice)
             count, end = len(choice.output.ids), choice.output.end
             if not choice.running or count == choice.looked:
                 continue
@@ -185,22 +191,9 @@ class Stream:
         choice = self.choices.get(message.choice)
         if choice is None or not choice.running:
             return
-        choice.settle()
         choice.cached_tokens = message.cached_tokens
         choice.running = False
-        output = choice.output
-        if output.end is None:
-            if message.outputs != len(output.ids):
-                self.fail(
-                    unavailable(
-                        f"choice {message.choice} has {len(output.ids)} tokens here and {message.outputs} in the core"
-                    )
-                )
-            elif message.reason in _REASONS and message.reason != front.STOP_TEXT:
-                output.finish(End(message.reason, message.stop_token))
-            else:
-                self.fail(Refusal(front.ABORTED, "the request was cancelled"))
-        self.wake()
+        choice.finished = message
 
     def on_link_lost(self) -> None:
         """The core will say no more of this submission: choices that have ended here need nothing from it."""
@@ -260,7 +253,7 @@ class Stream:
         for index, choice in self.choices.items():
             if choice.finish_sent:
                 continue
-            choice.settle()
+            self._settle(choice)
             output = choice.output
             count = len(output.ids)
             text = output.take_text()
@@ -282,23 +275,26 @@ class Stream:
             return message
         return None
 
-    async def whole(self) -> pb.GenerateResponse:
+    async def whole(self, lanes: Lanes) -> pb.GenerateResponse:
         """The whole answer, at the end. Raises the Refusal that ended the stream."""
         while self._running and self.error is None:
             self._changed.clear()
             await self._changed.wait()
+        self.settle_all()
         if self.error is not None:
             raise self.error
         response = pb.GenerateResponse(started=self.started(), usage=self.usage())
         if self.logprobs is not None:
-            while found := self.logprobs.take_prompt():
-                response.prompt_logprobs.extend(found)
+            async for _ in lanes.turns(self.logprobs.prompt_messages, 1):
+                response.prompt_logprobs.extend(self.logprobs.take_prompt())
             self._check_prompt_logprobs()
         for index, choice in self.choices.items():
             output = choice.output
             result = response.choices.add(index=index, text=output.take_text(), token_ids=output.ids[choice.sent :])
             if self.logprobs is not None:
-                result.logprobs.extend(self.logprobs.take(index, choice.sent, output.ids[choice.sent :]))
+                async for part in lanes.turns(len(output.ids) - choice.sent, self.logprobs.outputs_at_once):
+                    ids = output.ids[choice.sent + part.start : choice.sent + part.stop]
+                    result.logprobs.extend(self.logprobs.take(index, choice.sent + part.start, ids))
             choice.sent = len(output.ids)
             assert output.end is not None
             _write_finish(result.finish, output.end)
@@ -311,7 +307,7 @@ class Stream:
             model=request.model.name,
             seed=request.sampling.seed,
             prompt_tokens=request.prompt_tokens,
-            prompt_token_ids=unpack_int32(request.prompt).tolist() if request.echo_prompt else (),
+            prompt_token_ids=request.echo.ids,
         )
 
     def usage(self) -> pb.Usage:
@@ -358,7 +354,26 @@ class Stream:
 
     def settle_all(self) -> None:
         for choice in self.choices.values():
-            choice.settle()
+            self._settle(choice)
+
+    def _settle(self, choice: ChoiceState) -> None:
+        """Looks at what came of a choice, and at the core's word of its end."""
+        output = choice.output
+        if choice.raw:
+            output.push(choice.raw)
+            choice.raw = []
+        message, choice.finished = choice.finished, None
+        if message is None or output.end is not None:
+            return
+        if message.outputs != len(output.ids):
+            here, there = len(output.ids), message.outputs
+            self.error = self.error or unavailable(
+                f"choice {message.choice} has {here} tokens here and {there} in the core"
+            )
+        elif message.reason in _REASONS and message.reason != front.STOP_TEXT:
+            output.finish(End(message.reason, message.stop_token))
+        else:
+            self.error = self.error or Refusal(front.ABORTED, "the request was cancelled")
 
     @property
     def _running(self) -> bool:

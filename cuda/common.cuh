@@ -115,6 +115,8 @@ DEV float fast_tanh(float x) {  // from exp2: tanh.approx has only 11 bits
   return copysignf(1.f - __fdividef(2.f, e + 1.f), x);
 }
 
+DEV float silu(float x) { return x / (1.f + expf(-x)); }
+
 // ---- 16-byte vectors ------------------------------------------------------------------------------------------------
 
 template <class T> constexpr int VEC = 16 / sizeof(T);  // elements of a 16-byte vector

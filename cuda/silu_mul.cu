@@ -12,9 +12,6 @@ template <class T> __global__ void __launch_bounds__(THREADS) silu_mul(T* out, c
   const Vector<T> gate = load_vector(gate_up + token * 2 * width + i);
   Vector<T> up = load_vector(gate_up + token * 2 * width + width + i);
 #pragma unroll
-  for (int k = 0; k < VEC<T>; ++k) {
-    const float x = to_float(gate.at[k]);
-    up.at[k] = from_float<T>(x / (1.f + expf(-x)) * to_float(up.at[k]));
-  }
+  for (int k = 0; k < VEC<T>; ++k) up.at[k] = from_float<T>(silu(to_float(gate.at[k])) * to_float(up.at[k]));
   store_vector(out + token * width + i, up);
 }

@@ -12,6 +12,7 @@ from executor_svc.kernels.signature import Parameter, parse_parameter
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16  # query heads of one KV head; also the packed rows of a decode or float32 item
+EXPERT_TILES = (16, 64, 128)  # rows of a tile of one expert
 HALF_TYPES = ("bf16", "f16")
 TYPES = (*HALF_TYPES, "f32")
 
@@ -35,8 +36,8 @@ class _Template:
     parameters: str
     threads: int
     values: dict[str, tuple[str, ...]] = field(default_factory=dict)  # template parameter -> its values
-    smem: Callable[[int, int], int] = lambda head_dim, size: 0  # (head_dim, element bytes) -> bytes
-    registers: Callable[[int], int] = lambda head_dim: 64
+    smem: Callable[[int, int], int] = lambda size, element_bytes: 0  # (head size or tile rows, ...) -> bytes
+    registers: Callable[[int], int] = lambda size: 64
     opcodes: tuple[str, ...] = ()
 
 
@@ -70,10 +71,23 @@ def f32_smem(head_dim: int, element_bytes: int) -> int:
     return _tile_bytes(16 + 2 * 2 * 32, head_dim, element_bytes) + 16 * 32 * element_bytes
 
 
+def expert_columns(tile_rows: int) -> int:
+    """expert_gate_up and expert_down: rows of a matrix that a block multiplies; ``tile_rows`` 0: the float32 ones."""
+    return 64 if tile_rows in (0, 16) else 128
+
+
+def expert_smem(tile_rows: int, element_bytes: int) -> int:
+    """expert_gate_up and expert_down: stages of the tile's rows and the matrix's, each row 16 bytes longer than its
+    part of the depth."""
+    depth, stages = {0: (32, 2), 16: (128, 4)}.get(tile_rows, (64, 3))
+    return stages * ((tile_rows or 16) + expert_columns(tile_rows)) * (depth * element_bytes + 16)
+
+
 _ATTENTION_VALUES = (
     "const i32* block_tables, const i32* items, i32 table_stride, i32 block_size, i32 group, i32 q_stride, i32 window,"
     " f32 scale, f32 softcap"
 )
+_EXPERT_ROWS = tuple(str(rows) for rows in EXPERT_TILES)
 _HEADS = tuple(str(head_dim) for head_dim in HEAD_DIMS)
 
 _TEMPLATES = {
@@ -133,6 +147,69 @@ _TEMPLATES = {
     "gather_ids": _Template(
         "gather_ids.cu", "i64* input_ids, const i64* last_tokens, const i32* token_slots, i32 tokens", 128
     ),
+    "router_logits": _Template(
+        "route_experts.cu",
+        "f32* logits, const T* x, const f32* router, i32 tokens, i32 experts, i32 hidden",
+        128,
+        {"T": TYPES},
+        opcodes=("FFMA", "LDG.E.128"),
+    ),
+    "choose_experts": _Template(
+        "route_experts.cu",
+        "i32* ids, f32* weights, const f32* logits, const i64*? kv_slots, i32 tokens, i32 experts, i32 per_token,"
+        " i32 normalize",
+        256,
+    ),
+    "sort_pairs": _Template(
+        "route_experts.cu",
+        "i32* tiles, i32* pairs, i32* ids, f32* weights, const f32*? logits, const i64*? kv_slots, i32 tokens,"
+        " i32 experts, i32 per_token, i32 normalize, i32 tile_rows, i32 max_tiles",
+        1024,
+        opcodes=("ATOMS", "STG.E.128"),
+    ),
+    "expert_gate_up": _Template(
+        "expert_products.cu",
+        "T* hidden, const T* x, const T* gate_up, const i32* tiles, const i32* pairs, i32 per_token, i32 width,"
+        " i32 depth",
+        128,
+        {"T": HALF_TYPES, "M": _EXPERT_ROWS},
+        expert_smem,
+        lambda rows: {16: 128, 64: 168, 128: 255}[rows],
+        ("HMMA", "LDGSTS.E.BYPASS.128", "LDSM"),
+    ),
+    "expert_down": _Template(
+        "expert_products.cu",
+        "T* parts, const T* hidden, const T* down, const i32* tiles, const i32* pairs, i32 width, i32 depth",
+        128,
+        {"T": HALF_TYPES, "M": _EXPERT_ROWS},
+        expert_smem,
+        lambda rows: {16: 128, 64: 168, 128: 255}[rows],
+        ("HMMA", "LDGSTS.E.BYPASS.128", "LDSM"),
+    ),
+    "expert_gate_up_f32": _Template(
+        "expert_products_f32.cu",
+        "f32* hidden, const f32* x, const f32* gate_up, const i32* tiles, const i32* pairs, i32 per_token, i32 width,"
+        " i32 depth",
+        128,
+        smem=expert_smem,
+        registers=lambda size: 80,
+        opcodes=("FFMA", "LDGSTS", "LDS.128"),
+    ),
+    "expert_down_f32": _Template(
+        "expert_products_f32.cu",
+        "f32* parts, const f32* hidden, const f32* down, const i32* tiles, const i32* pairs, i32 width, i32 depth",
+        128,
+        smem=expert_smem,
+        registers=lambda size: 80,
+        opcodes=("FFMA", "LDGSTS", "LDS.128"),
+    ),
+    "combine_experts": _Template(
+        "combine_experts.cu",
+        "T* out, const T* parts, const f32* weights, const i32* ids, i32 per_token, i32 width",
+        256,
+        {"T": TYPES},
+        opcodes=("LDG.E.128", "STG.E.128"),
+    ),
     "adjust_logits": _Template(
         "adjust_logits.cu",
         "f32* adjusted, i64* argmax, f32* top, i32* status, const f32* logits, const i32* bias_starts,"
@@ -187,7 +264,7 @@ def find_kernel(name: str) -> Kernel:
         raise KeyError(f"kernel {name!r}: the specialisations are {template.values}")
     chosen = dict(zip(template.values, given, strict=True))
     element = chosen.get("T", "f32")
-    head_dim = int(chosen.get("D", 0))
+    size = int(chosen.get("D") or chosen.get("M") or 0)
     parameters = tuple(
         parse_parameter(text.strip().rpartition(" ")[0], {"T": element}) for text in template.parameters.split(",")
     )
@@ -196,7 +273,7 @@ def find_kernel(name: str) -> Kernel:
         template.source,
         parameters,
         template.threads,
-        template.smem(head_dim, 4 if element == "f32" else 2),
-        template.registers(head_dim),
+        template.smem(size, 4 if element == "f32" else 2),
+        template.registers(size),
         template.opcodes,
     )

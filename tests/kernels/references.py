@@ -83,3 +83,23 @@ def _table() -> list[float]:
 
 
 _TABLE = _table()
+
+
+def route(x: torch.Tensor, router: torch.Tensor, per_token: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest experts of each token, ties to the lower id: weights float64 and ids int64 [T, per_token]."""
+    probabilities = (x.double() @ router.double().T).softmax(dim=1)
+    ordered, ids = probabilities.sort(dim=1, descending=True, stable=True)
+    weights, ids = ordered[:, :per_token], ids[:, :per_token]
+    return (weights / weights.sum(dim=1, keepdim=True) if normalize else weights), ids
+
+
+def experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
+    """x [T, hidden], ids and weights [T, per_token], gate_up [E, 2 I, hidden], down [E, hidden, I] -> [T, hidden]."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (chosen, shares) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
+        for expert, share in zip(chosen, shares, strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            out[token] += share * (down[expert].double() @ (gate * torch.sigmoid(gate) * up))
+    return out

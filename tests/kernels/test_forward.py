@@ -10,7 +10,18 @@ from executor_svc.models.config import ModelConfig
 from executor_svc.models.rope import rope_table
 from tests.kernels.backends import make_device
 from tests.kernels.stand_in import NoHostReads
-from tests.kernels.tiny_models import BLOCK_SIZE, EXPERTS, GEMMA, LLAMA, NUM_BLOCKS, Batch, cpu_model, cuda_model
+from tests.kernels.tiny_models import (
+    BLOCK_SIZE,
+    EXPERTS,
+    GEMMA,
+    LLAMA,
+    MIXTRAL,
+    NUM_BLOCKS,
+    QWEN3_MOE,
+    Batch,
+    cpu_model,
+    cuda_model,
+)
 
 pytestmark = pytest.mark.nvrtc
 
@@ -26,6 +37,8 @@ TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
         pytest.param(GEMMA, "float32", id="gemma-float32"),
         pytest.param(GEMMA, "bfloat16", id="gemma-bfloat16"),
         pytest.param(EXPERTS, "float16", id="experts-float16"),
+        pytest.param(MIXTRAL, "bfloat16", id="mixtral-bfloat16"),
+        pytest.param(QWEN3_MOE, "float32", id="qwen3-moe-float32"),
     ],
 )
 def test_logits_equal_the_cpu(config: ModelConfig, weights: str) -> None:
@@ -87,5 +100,14 @@ def test_models_the_kernels_cannot_run_are_refused_by_name() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             CudaBuilder(dataclasses.replace(LLAMA, **{field: value}), rope, "bfloat16", device)
+    for field, value, message in (
+        ("expert_intermediate_size", 36, "intermediate size of an expert 36"),
+        ("experts_per_token", 33, "33 of 40 experts a token; at most 32 of 2048"),
+        ("activation", "gelu_tanh", "experts with activation 'gelu_tanh'"),
+        ("mlp_bias", True, "or biases"),
+    ):
+        config = dataclasses.replace(MIXTRAL, num_experts=40, **{field: value})
+        with pytest.raises(ValueError, match=message):
+            CudaBuilder(config, rope, "bfloat16", device)
     with pytest.raises(ValueError, match="weights 'int8'"):
         CudaBuilder(LLAMA, rope, "int8", device)

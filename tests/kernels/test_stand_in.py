@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from executor_svc.backends.cuda.device import Device
-from executor_svc.backends.cuda.experts import DeviceExperts
 from executor_svc.backends.cuda.staging import BUFFERS, Readback, Staging
 from tests.kernels.backends import make_device
 from tests.kernels.stand_in import HostRead, NoHostReads
@@ -103,25 +102,3 @@ def test_landings_hold_what_was_there_when_they_were_asked_for(device: Device) -
         floats, ints = landing.wait()
         assert floats.tolist() == [value] * 4
         assert ints.tolist() == [value]
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_both_ways_through_experts_agree(biased: bool) -> None:
-    """Few tokens read copies of their experts, many go through all: the same sums."""
-    generator = torch.Generator().manual_seed(0)
-
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    experts = DeviceExperts(
-        randn(8, 16) * 4, randn(8, 24, 16), randn(8, 16, 12), randn(8, 24) if biased else None,
-        randn(8, 16) if biased else None, lambda x: torch.nn.functional.silu(x[:, :12]) * x[:, 12:], 2, True,
-    )  # fmt: skip
-    x = randn(5, 16) * 4
-    with NoHostReads():
-        weights, ids = experts._route(x)
-        one, other = experts._by_token(x, weights, ids), experts._by_expert(x, weights, ids)
-        called = experts(x), experts(x[:1])
-    torch.testing.assert_close(one, other)
-    torch.testing.assert_close(called[0], other)
-    torch.testing.assert_close(called[1], one[:1])

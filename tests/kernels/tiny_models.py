@@ -39,6 +39,10 @@ EXPERTS = _config(
     num_experts=8, experts_per_token=2, expert_intermediate_size=32, dense_layers=(0,), qkv_bias=True,
     rope=RopeConfig(rotary_dim=32),
 )  # fmt: skip
+MIXTRAL = _config(num_experts=8, experts_per_token=2, expert_intermediate_size=96)
+QWEN3_MOE = _config(
+    num_experts=32, experts_per_token=4, expert_intermediate_size=24, normalize_experts=False, qk_norm=True,
+)  # fmt: skip
 
 
 def _parameters(config: ModelConfig, weights: str) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:

@@ -12,6 +12,7 @@ from executor_svc.backends.cuda.device import Device
 from executor_svc.backends.cuda.experts import DeviceExperts
 from executor_svc.backends.cuda.ops import KernelOps
 from executor_svc.kernels.build import SOURCE_DIR
+from executor_svc.kernels.experts import ExpertKernels, ExpertShape
 from executor_svc.models.base import ModelFacts
 from executor_svc.models.config import ModelConfig
 from executor_svc.models.decoder import DecoderLayer, make_layer
@@ -48,6 +49,7 @@ class CudaBuilder:
         self._dtype = WEIGHTS[weights]
         self.kv_type = weights
         self._ops = KernelOps(device, config, rope, self._dtype, local_rope)
+        self._expert_kernels = _expert_kernels(config, device, self._dtype) if config.num_experts else None
         self._layers: dict[int, DecoderLayer] = {}
         self._embedding = self._final_norm = torch.empty(0)
         self._head: CudaLinear | None = None
@@ -84,19 +86,16 @@ class CudaBuilder:
         config = self._config
         names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
 
-        def stacked(*kinds: str, what: str = "weight") -> torch.Tensor:
-            return torch.stack([self._joined([f"{name}.{kind}.{what}" for kind in kinds], parts) for name in names])
+        def stacked(*kinds: str) -> torch.Tensor:
+            return torch.stack([self._joined([f"{name}.{kind}.weight" for kind in kinds], parts) for name in names])
 
-        pair, biased = ("gate_proj", "up_proj"), config.mlp_bias
+        assert self._expert_kernels is not None
         return DeviceExperts(
+            self._expert_kernels,
             router=parts["mlp.gate.weight"].to(self._device.launcher.device, torch.float32),
-            gate_up=stacked(*pair),
+            gate_up=stacked("gate_proj", "up_proj"),
             down=stacked("down_proj"),
-            gate_up_bias=stacked(*pair, what="bias") if biased else None,
-            down_bias=stacked("down_proj", what="bias") if biased else None,
-            activate=getattr(self._ops, f"{config.activation}_mul"),
-            per_token=config.experts_per_token,
-            normalize=config.normalize_experts,
+            padding=self._ops.padding,
         )
 
     def _joined(self, names: list[str], parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -118,3 +117,17 @@ class CudaBuilder:
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device=self._device.launcher.device, dtype=self._dtype).contiguous()
+
+
+def _expert_kernels(config: ModelConfig, device: Device, dtype: torch.dtype) -> ExpertKernels:
+    if config.activation != "silu" or config.mlp_bias:
+        raise ValueError(f"experts with activation {config.activation!r} or biases: the kernels have silu without")
+    shape = ExpertShape(
+        dtype,
+        config.hidden_size,
+        config.expert_intermediate_size,
+        config.num_experts,
+        config.experts_per_token,
+        config.normalize_experts,
+    )
+    return ExpertKernels(device.launcher, shape)

@@ -47,8 +47,6 @@ class KernelOps:
         self._elementwise.check_width("hidden size", config.hidden_size)
         if len(config.dense_layers) or not config.num_experts:
             self._elementwise.check_width("intermediate size", config.intermediate_size)
-        if config.num_experts:
-            self._elementwise.check_width("intermediate size of an expert", config.expert_intermediate_size)
         self._target_blocks = BLOCKS_PER_MULTIPROCESSOR * launcher.num_multiprocessors
         windows = [config.window(layer) for layer in range(config.num_layers)]
         self._windows = sorted(set(windows))
@@ -112,6 +110,10 @@ class KernelOps:
         step = self.step
         self._elementwise.gather_ids(step.input_ids, last_tokens, step.token_slots)
         return step.input_ids
+
+    def padding(self) -> torch.Tensor | None:
+        """int64 [T], negative where a token is padding; None where none is."""
+        return self.step.kv_slots if self.step.padded else None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)

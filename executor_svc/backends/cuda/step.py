@@ -30,6 +30,7 @@ class DeviceStep:
     token_slots: torch.Tensor  # int32 [T]
     plans: tuple[DevicePlan, ...]  # one for each of the step's windows, in the order given
     block_tables: torch.Tensor  # int32 [entries, 1]: an item's row says where its table begins
+    padded: bool  # a decode step of a graph: tokens with cache slot -1 are nobody's
 
 
 class StepLayout:
@@ -60,7 +61,7 @@ class StepLayout:
         planned = found[5:-1]
         by_window = tuple(DevicePlan(*planned[at : at + 3]) for at in range(0, len(planned), 3))
         input_ids, positions, kv_slots, wanted, token_slots = found[:5]
-        return DeviceStep(input_ids, positions, kv_slots, wanted, token_slots, by_window, found[-1])
+        return DeviceStep(input_ids, positions, kv_slots, wanted, token_slots, by_window, found[-1], size is not None)
 
     def _plan(self, metadata: StepMetadata, shape: AttentionShape) -> AttentionPlan:
         return plan_attention(

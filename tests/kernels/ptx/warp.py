@@ -21,8 +21,8 @@ _LANES = np.arange(32, dtype=np.uint32)
 def check_members(machine: Machine, members: npt.NDArray[Any], where: str) -> None:
     """The active lanes of a warp must be those that each of them names in its member mask."""
     active = machine.mask.reshape(-1, 32)
-    named = (members.reshape(-1, 32)[:, :, None] >> _LANES & 1).astype(bool)  # [warps, lane, named lane]
-    wrong = active & (named != active[:, None, :]).any(axis=2)
+    present = np.packbits(active, axis=1, bitorder="little").view(np.uint32)  # [warps, 1]
+    wrong = active & (members.reshape(-1, 32) != present)
     if wrong.any():
         raise machine.error("the active lanes are not those of the member mask", int(np.argmax(wrong.ravel())), where)
 

@@ -1,0 +1,231 @@
+"""Mixtures of experts against float64: routing, the sort of pairs, grouped products, what is read, planted bugs."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from executor_svc.kernels.experts import ExpertKernels, ExpertShape, Routing
+from executor_svc.kernels.launch import Launcher
+from executor_svc.kernels.table import EXPERT_TILES
+from tests.kernels import references
+from tests.kernels.backends import make_launcher
+
+pytestmark = pytest.mark.nvrtc
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+TOLERANCE = {BF16: 1.2e-2, F16: 1.5e-3, F32: 3e-6}  # of a token's largest value
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the launches take for outputs and workspaces is NaN, or a huge integer."""
+
+    def empty(kernels: ExpertKernels, dtype: torch.dtype, *size: int) -> torch.Tensor:
+        return torch.full(size, torch.nan if dtype.is_floating_point else 1 << 30, dtype=dtype)
+
+    monkeypatch.setattr(ExpertKernels, "_empty", empty)
+
+
+@dataclass
+class Case:
+    """Random weights of a layer, and tokens. ``chosen``: experts that the router likes; none: all alike."""
+
+    shape: ExpertShape
+    x: torch.Tensor
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+    def run(self, launcher: Launcher, kv_slots: torch.Tensor | None = None) -> tuple[torch.Tensor, Routing]:
+        kernels = ExpertKernels(launcher, self.shape)
+        routing = kernels.route(self.x, self.router, kv_slots)
+        return kernels.apply(self.x, routing, self.gate_up, self.down), routing
+
+    def error(self, out: torch.Tensor, routing: Routing) -> float:
+        """Of each token: the largest error over its largest expected value. NaN counts as infinite."""
+        expected = references.experts(self.x, routing.ids, routing.weights, self.gate_up, self.down)
+        error = (out.double() - expected).abs().nan_to_num(nan=float("inf")).amax(dim=1)
+        return float((error / expected.abs().amax(dim=1)).max())
+
+
+def make_case(
+    tokens: int,
+    dtype: torch.dtype = BF16,
+    hidden: int = 136,
+    intermediate: int = 72,
+    experts: int = 8,
+    per_token: int = 2,
+    normalize: bool = True,
+    chosen: int | None = None,
+) -> Case:
+    """The default sizes are no multiples of any tile. ``chosen``: the router prefers that many experts, the last ones;
+    the others' weights are NaN."""
+    generator = torch.Generator().manual_seed(tokens)
+
+    def randn(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    x = randn(tokens, hidden).to(dtype)
+    router = randn(experts, hidden) * hidden**-0.5 * 3
+    gate_up = (randn(experts, 2 * intermediate, hidden) * hidden**-0.5).to(dtype)
+    down = (randn(experts, hidden, intermediate) * intermediate**-0.5).to(dtype)
+    if chosen is not None:
+        x[:, 0] = 1.0
+        router[:-chosen, 0] -= 100.0
+        gate_up[:-chosen], down[:-chosen] = torch.nan, torch.nan
+    return Case(ExpertShape(dtype, hidden, intermediate, experts, per_token, normalize), x, router, gate_up, down)
+
+
+def check_tiles(routing: Routing, experts: int) -> None:
+    """Every pair that is not padding stands once, among its expert's places; no tile is too long."""
+    ids, pairs = routing.ids.flatten().tolist(), routing.pairs.tolist()
+    tiles = [tile for tile in routing.tiles.tolist() if tile[0] >= 0]
+    assert routing.tiles[len(tiles) :].eq(torch.tensor([-1, 0, 0, 0])).all()
+    place = 0
+    for expert, first, rows, _ in tiles:
+        assert first == place
+        assert 0 < rows <= routing.tile_rows
+        assert all(ids[pair] == expert for pair in pairs[first : first + rows])
+        place += rows
+    assert sorted(pairs[:place]) == [pair for pair, expert in enumerate(ids) if expert >= 0]
+    assert [tile[0] for tile in tiles] == sorted(tile[0] for tile in tiles)
+    full = {tile[0]: 0 for tile in tiles}
+    for expert, _, rows, _ in tiles:
+        full[expert] += rows
+    assert len(tiles) == sum(-(-rows // routing.tile_rows) for rows in full.values())
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "per_token", "normalize", "dtype"),
+    [
+        (1, 8, 2, True, BF16),
+        (5, 60, 4, False, F32),
+        (66, 128, 8, True, F16),  # more than the sort chooses for
+        (65, 3, 3, False, BF16),
+        (9, 40, 32, True, F32),
+    ],
+)
+def test_routing(tokens: int, experts: int, per_token: int, normalize: bool, dtype: torch.dtype) -> None:
+    case = make_case(tokens, dtype, 72, 8, experts, per_token, normalize)
+    routing = ExpertKernels(make_launcher(), case.shape).route(case.x, case.router)
+    weights, ids = references.route(case.x, case.router, per_token, normalize)
+    assert torch.equal(routing.ids.long(), ids)
+    torch.testing.assert_close(routing.weights.double(), weights, rtol=1e-5, atol=0)
+    check_tiles(routing, experts)
+
+
+@pytest.mark.parametrize("tokens", [3, 70])
+def test_ties_go_to_the_lower_id_and_nan_chooses_something(tokens: int) -> None:
+    case = make_case(tokens, F32, experts=40, per_token=3)
+    case.router[7], case.router[35] = case.router[33], case.router[33]
+    case.x[:] = case.router[33] * 10
+    case.x[1] = torch.nan
+    out, routing = case.run(make_launcher())
+    assert routing.ids[0].tolist() == routing.ids[2].tolist() == [7, 33, 35]
+    torch.testing.assert_close(routing.weights[0], torch.full((3,), 1 / 3))
+    assert routing.weights[1].isnan().all()
+    assert routing.ids[1].tolist() == [0, 1, 2]
+    assert out[1].isnan().all()
+    assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("tokens", [4, 70])
+def test_padding_goes_nowhere(tokens: int) -> None:
+    """Padded rows are zeros, choose no expert, and change nothing for the others."""
+    case = make_case(tokens)
+    slots = torch.arange(tokens)
+    slots[1::3] = -1
+    out, routing = case.run(make_launcher(), slots)
+    alone, all_routing = case.run(make_launcher())
+    padded = slots < 0
+    assert routing.ids[padded].eq(-1).all()
+    assert out[padded].eq(0).all()
+    assert torch.equal(out[~padded], alone[~padded])
+    assert torch.equal(routing.weights[~padded], all_routing.weights[~padded])
+    check_tiles(routing, 8)
+    nobody, none = case.run(make_launcher(), torch.full((tokens,), -1))
+    assert none.tiles[:, 0].eq(-1).all()
+    assert nobody.eq(0).all()
+
+
+# tokens, and the tile that so many choose with two of eight experts each.
+SIZES = [(1, 16), (40, 16), (110, 64), (200, 128)]
+USUAL: list[tuple[Any, ...]] = [
+    (1, BF16, {"hidden": 264, "intermediate": 40}),  # several stages of the depth
+    (3, F16, {"hidden": 8, "intermediate": 8}),
+    (40, BF16, {"experts": 60, "per_token": 4}),
+    (50, BF16, {"experts": 4, "per_token": 1}),
+    (100, F16, {"experts": 2, "per_token": 1, "hidden": 200}),
+    (100, BF16, {"experts": 3, "per_token": 2, "normalize": False}),
+    (1, F32, {}),
+    (20, F32, {"experts": 3, "per_token": 3, "normalize": False}),
+]
+
+
+def _identify(case: Any) -> str:
+    return re.sub(r"[^\w.]+", "-", str(case)).strip("-")
+
+
+@pytest.mark.parametrize(("tokens", "dtype", "sizes"), USUAL, ids=_identify)
+def test_products(tokens: int, dtype: torch.dtype, sizes: dict[str, Any]) -> None:
+    case = make_case(tokens, dtype, **sizes)
+    out, routing = case.run(make_launcher())
+    assert case.error(out, routing) < TOLERANCE[dtype]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, F16, F32], ids=str)
+@pytest.mark.parametrize(("tokens", "tile_rows"), SIZES)
+def test_every_specialisation(tokens: int, tile_rows: int, dtype: torch.dtype) -> None:
+    for hidden, intermediate, chosen in itertools.product((64, 136), (32, 136), (None, 2)):
+        case = make_case(tokens, dtype, hidden, intermediate, chosen=chosen)
+        out, routing = case.run(make_launcher())
+        assert routing.tile_rows == (16 if dtype == F32 else tile_rows)
+        check_tiles(routing, 8)
+        assert case.error(out, routing) < TOLERANCE[dtype], (hidden, intermediate, chosen)
+
+
+def test_every_tile_is_among_the_usual_cases() -> None:
+    found = {
+        make_case(tokens, dtype, **sizes).shape.tile_rows(tokens) for tokens, dtype, sizes in USUAL if dtype != F32
+    }
+    assert found == set(EXPERT_TILES)
+    assert {make_case(tokens).shape.tile_rows(tokens) for tokens, _ in SIZES} == set(EXPERT_TILES)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    """Bit for bit: alone, among few and among many, with every tile, as one chooses the sort and as all tokens do."""
+    case = make_case(100, dtype, experts=3, per_token=2)
+    whole, routing = case.run(make_launcher(check_races=False))
+    for rows in ([7], [7, 99, 3, 12], range(60)):
+        part = Case(case.shape, case.x[list(rows)], case.router, case.gate_up, case.down)
+        out, part_routing = part.run(make_launcher(check_races=False))
+        assert dtype == F32 or part_routing.tile_rows < routing.tile_rows
+        assert torch.equal(part_routing.weights, routing.weights[list(rows)])
+        assert torch.equal(out, whole[list(rows)])
+
+
+def test_experts_beyond_31_bits() -> None:
+    """An expert whose matrices begin past 2**31 elements. Pages that nobody touches cost no memory."""
+    hidden, intermediate, experts = 1024, 1088, 2048
+    last = experts - 1
+    assert last * hidden * intermediate > 1 << 31
+    shape = ExpertShape(BF16, hidden, intermediate, experts, 1, True)
+    gate_up = torch.empty(experts, 2 * intermediate, hidden, dtype=BF16)
+    down = torch.empty(experts, hidden, intermediate, dtype=BF16)
+    generator = torch.Generator().manual_seed(0)
+    gate_up[last] = torch.randn(2 * intermediate, hidden, generator=generator) / 32
+    down[last] = torch.randn(hidden, intermediate, generator=generator) / 32
+    x = torch.randn(1, hidden, generator=generator).to(BF16)
+    pairs, tiles = torch.zeros(1, dtype=torch.int32), torch.tensor([[last, 0, 1, 0]], dtype=torch.int32)
+    routing = Routing(torch.full((1, 1), last, dtype=torch.int32), torch.ones(1, 1), pairs, tiles, 16)
+    out = ExpertKernels(make_launcher(check_races=False), shape).apply(x, routing, gate_up, down)
+    expected = references.experts(x, torch.zeros(1, 1, dtype=torch.int64), routing.weights, gate_up[last:], down[last:])
+    assert float((out.double() - expected).abs().max() / expected.abs().max()) < TOLERANCE[BF16]

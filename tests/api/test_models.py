@@ -14,7 +14,7 @@ from tokenizers import processors
 from protos.stepwire.v1 import inference_pb2 as pb
 from scheduler_svc.api.__main__ import config_of, main, parser
 from scheduler_svc.api.models import Defaults, Model, defaults_of, prepare
-from scheduler_svc.api.text import chat_template
+from scheduler_svc.api.text import sandbox
 from scheduler_svc.api.text.chat_template import ChatTemplate, TemplateFault
 from scheduler_svc.api.text.tokenizer import BadTokenizer, Tokenizer
 from tests.api.fake_core import FILES, model_state
@@ -47,10 +47,10 @@ def test_template_environment_is_what_templates_expect() -> None:
     ("source", "words"),
     [
         ("{{ raise_exception('only users') }}", "only users"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "loop turns"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "turns of loops"),
         ("{% for i in range(9999) %}{{ 'x' * 99 }}{% endfor %}", "more than 10000 characters"),
-        ("{{ 'x' * 99999999 }}", "would make"),
-        ("{{ [1] * 99999999 }}", "would make"),
+        ("{{ 'x' * 99999999 }}", "more than 1000000"),
+        ("{{ [1] * 99999999 }}", "more than 1000000"),
         ("{{ 9 ** 9999999 }}", "not available"),
         ("{{ '%999999999d' % 1 }}", "not available"),
         ("{{ messages.append(1) }}", ""),
@@ -69,7 +69,7 @@ def test_template_faults(source: str, words: str) -> None:
 
 
 def test_template_time_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.0)
     with pytest.raises(TemplateFault, match="longer than"):
         render("{% for i in range(9999) %}{% endfor %}")
 

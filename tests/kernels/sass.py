@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from executor_svc.kernels.build import Image
@@ -45,14 +46,19 @@ def disassembler() -> tuple[str, str] | None:
 
 def opcodes(image: Image, symbol: str) -> list[str]:
     """Every SASS instruction of a kernel, modifiers included, in order."""
+    body = _dump(image.data).split(f"Function : {symbol}")[1].split("Function :")[0]
+    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", body)
+
+
+@lru_cache(maxsize=1)
+def _dump(cubin: bytes) -> str:
+    """The disassembler takes half a second to start: one run for all kernels of a cubin."""
     tools = disassembler()
     if tools is None:
         raise FileNotFoundError("cuobjdump and nvdisasm")
     environment = {**os.environ, "PATH": os.pathsep.join([tools[1], os.environ.get("PATH", "")])}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(image.data)
+        file.write(cubin)
         file.flush()
         command = [tools[0], "--dump-sass", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    body = text.split(f"Function : {symbol}")[1].split("Function :")[0]
-    return re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]+)", body)
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout

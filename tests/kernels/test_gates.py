@@ -17,34 +17,40 @@ USUAL = [name for name in all_kernels() if "f16" not in name.replace("bf16", "")
 RARE = [name for name in all_kernels() if name not in USUAL]
 
 
-def _gate(name: str, arch: str) -> None:
-    kernel = find_kernel(name)
-    image = build(kernel.source, [name], arch)
-    symbol = image.lowered[name]
-    used = resources(image, symbol)
-    assert used.spills == 0
-    assert used.stack == 0
-    assert used.registers <= kernel.max_registers
-    assert used.registers * kernel.threads <= 65536
-    if disassembler() is None:
-        return
-    found = opcodes(image, symbol)
-    assert not [code for code in found if code.startswith(("LDL", "STL"))]
-    for wanted in kernel.opcodes:
-        assert any(code.startswith(wanted) for code in found), wanted
+def _sources(names: list[str]) -> list[str]:
+    return sorted({find_kernel(name).source for name in names})
+
+
+def _gate(source: str, names: list[str], arch: str) -> None:
+    """Of the kernels ``names`` that are in ``source``, compiled at once."""
+    kernels = [find_kernel(name) for name in names if find_kernel(name).source == source]
+    image = build(source, [kernel.name for kernel in kernels], arch)
+    for kernel in kernels:
+        symbol = image.lowered[kernel.name]
+        used = resources(image, symbol)
+        assert used.spills == 0, kernel.name
+        assert used.stack == 0, kernel.name
+        assert used.registers <= kernel.max_registers, kernel.name
+        assert used.registers * kernel.threads <= 65536, kernel.name
+        if disassembler() is None:
+            continue
+        found = opcodes(image, symbol)
+        assert not [code for code in found if code.startswith(("LDL", "STL"))], kernel.name
+        for wanted in kernel.opcodes:
+            assert any(code.startswith(wanted) for code in found), (kernel.name, wanted)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", USUAL)
-def test_gate(name: str, arch: str) -> None:
-    _gate(name, arch)
+@pytest.mark.parametrize("source", _sources(USUAL))
+def test_gate(source: str, arch: str) -> None:
+    _gate(source, USUAL, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-@pytest.mark.parametrize("name", RARE)
-def test_rare_gate(name: str, arch: str) -> None:
-    _gate(name, arch)
+@pytest.mark.parametrize("source", _sources(RARE))
+def test_rare_gate(source: str, arch: str) -> None:
+    _gate(source, RARE, arch)
 
 
 @pytest.mark.skipif(disassembler() is None, reason="needs cuobjdump and nvdisasm (their wheels)")

@@ -40,6 +40,7 @@ class StandIn:
         self.launcher: Launcher = _TapedLauncher(launcher, self)
         self.tape: list[Step] | None = None
         self.launches: list[str] = []  # names, replays included
+        self.pools: list[Any] = []  # of each capture
         self.replays = 0
         self.waits = 0
         self.pinned_bytes = 0
@@ -54,8 +55,12 @@ class StandIn:
     def event(self) -> Event:
         return HostEvent(self)
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def graph_pool(self) -> Any:
+        return object()
+
+    def capture(self, run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
         tape: list[Step] = []
+        self.pools.append(pool)
         self.tape = tape
         try:
             with _Tape(tape):

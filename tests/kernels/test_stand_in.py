@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 from executor_svc.backends.cuda.device import Device
 from executor_svc.backends.cuda.staging import BUFFERS, Readback, Staging
 from tests.kernels.backends import make_device
-from tests.kernels.stand_in import HostRead, NoHostReads
+from tests.kernels.ptx.launcher import PtxLauncher
+from tests.kernels.stand_in import HostRead, NoHostReads, StandIn
+from tests.kernels.tiny_models import LLAMA, cuda_model
 
 READS: list[Callable[[torch.Tensor], Any]] = [
     lambda x: x[0].item(),
@@ -102,3 +105,19 @@ def test_landings_hold_what_was_there_when_they_were_asked_for(device: Device) -
         floats, ints = landing.wait()
         assert floats.tolist() == [value] * 4
         assert ints.tolist() == [value]
+
+
+@pytest.mark.nvrtc
+def test_every_set_of_graphs_has_a_pool_of_its_own() -> None:
+    """Within a set the graphs share it. Torch refuses the pool of graphs that are gone, as after another cache."""
+    device = StandIn(PtxLauncher(check_races=False))
+    model = cuda_model(dataclasses.replace(LLAMA, num_layers=1), device, "bfloat16")
+    last_tokens = torch.zeros(2, dtype=torch.int64)
+    for _ in range(2):
+        model.allocate_kv_cache(4, 16)
+        assert model.capture_graphs(last_tokens, 2) == 2
+    first, second = device.pools[:2], device.pools[2:]
+    assert first[0] is first[1]
+    assert second[0] is second[1]
+    assert first[0] is not None
+    assert first[0] is not second[0]

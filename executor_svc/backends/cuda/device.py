@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,9 +41,14 @@ class Device(Protocol):
 
     def event(self) -> Event: ...
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def graph_pool(self) -> Any:
+        """Memory that graphs share which never run at once. Of one set of graphs: torch takes no further graph into a
+        pool whose graphs are all gone."""
+        ...
+
+    def capture(self, run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
         """What ``run`` asks of the device, to be asked again by the returned call: the same kernels with the same
-        addresses and values. ``run`` must have run once before."""
+        addresses and values. ``run`` must have run once before. ``pool``: of ``graph_pool``, by default its own."""
         ...
 
     def memory(self) -> Memory: ...
@@ -79,11 +84,12 @@ class CudaDevice:
     def __init__(self, index: int = 0) -> None:
         torch.cuda.set_device(index)
         torch.set_float32_matmul_precision("highest")  # float32 is float32, not TF32
+        for half in ("fp16", "bf16"):  # sums are float32 where a product is split over K, too
+            setattr(torch.backends.cuda.matmul, f"allow_{half}_reduced_precision_reduction", False)
         self._index = index
         self._stream = torch.cuda.Stream(index)
         torch.cuda.set_stream(self._stream)
         self.launcher: Launcher = CupyLauncher(index)
-        self._pool = torch.cuda.graph_pool_handle()
 
     def pinned(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -91,12 +97,21 @@ class CudaDevice:
     def event(self) -> Event:
         return CudaEvent()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def graph_pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None], pool: Any = None) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # One pool for all graphs: they run one after another, and what a replay leaves is read before the next.
-        with torch.cuda.graph(graph, pool=self._pool):
+        # On our own stream: the workspaces of the matrix products belong to a stream, and this one's are there already.
+        # In inference mode always, as the steps: the state that torch keeps for all graphs is made in the first one's.
+        with torch.inference_mode(), torch.cuda.graph(graph, pool=pool, stream=self._stream):
             run()
-        return graph.replay
+
+        @torch.inference_mode()
+        def replay() -> None:
+            graph.replay()
+
+        return replay
 
     def memory(self) -> Memory:
         torch.cuda.synchronize(self._index)
@@ -141,4 +156,4 @@ def open_device() -> CudaDevice:
     except ImportError as error:
         raise DeviceUnavailable(f"cupy cannot be used ({error}); install the extra stepwire[gpu]") from error
     except (ValueError, RuntimeError) as error:
-        raise DeviceUnavailable(str(error).splitlines()[0]) from error
+        raise DeviceUnavailable((str(error) or type(error).__name__).splitlines()[0]) from error

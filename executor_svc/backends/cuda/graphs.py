@@ -56,7 +56,9 @@ class DecodeGraphs:
         return self._logits[:size]
 
     def capture(self) -> int:
-        """The largest first: the smaller ones fit into its memory."""
+        """The largest first: the smaller ones fit into its memory. They run one after another, and what a replay leaves
+        is read before the next."""
+        pool = self._model.device.graph_pool()
         for size in reversed(self._sizes):
             self._model.ops.begin_step(_no_rows(), size)
 
@@ -65,7 +67,7 @@ class DecodeGraphs:
                 self._logits[:size].copy_(self._model.compute(ids, self._model.ops.step.wanted))
 
             forward()  # kernels and workspaces are loaded before the capture
-            self._replays[size] = self._model.device.capture(forward)
+            self._replays[size] = self._model.device.capture(forward, pool)
         return len(self._replays)
 
 

@@ -53,9 +53,14 @@ def plan_attention(
     if not 1 <= group <= MAX_GROUP:
         raise ValueError(f"{group} query heads a KV head; 1 to {MAX_GROUP} are supported")
     starts, lens, past = (array.astype(np.int64) for array in (query_starts[: len(query_lens)], query_lens, seq_lens))
-    few = np.ones(len(lens), bool) if tile_rows == 0 else lens * group <= MAX_GROUP
-    decode = _tile(starts, lens, past, few, MAX_GROUP // group, window)
-    prefill = _tile(starts, lens, past, ~few, max(tile_rows // group, 1), window)
+    rows, none = np.arange(len(lens)), np.empty(0, np.int64)
+    few = lens * group <= MAX_GROUP
+    if tile_rows == 0 or few.all():
+        chosen, others = rows, none
+    else:
+        chosen, others = np.flatnonzero(few), np.flatnonzero(~few)
+    decode = _tile(starts, lens, past, chosen, MAX_GROUP // group, window)
+    prefill = _tile(starts, lens, past, others, max(tile_rows // group, 1), window)
     blocks = max(target_blocks // kv_heads, 1)
     decode, merges, num_slots = _split(decode, blocks)
     return AttentionPlan(decode.astype(np.int32), _longest_first(prefill).astype(np.int32), merges, num_slots)
@@ -71,21 +76,27 @@ def most_slots(target_blocks: int, kv_heads: int) -> int:
     return 2 * max(target_blocks // kv_heads, 1)
 
 
-def _tile(starts: Int64, lens: Int64, past: Int64, chosen: npt.NDArray[np.bool_], queries: int, window: int) -> Int64:
-    """Items of ``queries`` consecutive queries of the chosen rows, over all the KV positions that any of them sees."""
-    rows = np.flatnonzero(chosen)
-    tiles = -(-lens[rows] // queries)
-    item_rows = np.repeat(rows, tiles)
-    ordinal = np.arange(len(item_rows)) - np.repeat(np.cumsum(tiles) - tiles, tiles)
-    first = ordinal * queries
-    count = np.minimum(lens[item_rows] - first, queries)
-    position = past[item_rows] + first
-    kv_begin = np.maximum(position - window + 1, 0) if window > 0 else np.zeros_like(position)
-    items = np.zeros((len(item_rows), ITEM_FIELDS), np.int64)
-    items[:, :7] = np.stack(
-        [item_rows, starts[item_rows] + first, count, position, kv_begin, position + count, np.full(len(first), -1)],
-        axis=1,
-    )
+def _tile(starts: Int64, lens: Int64, past: Int64, rows: Int64, queries: int, window: int) -> Int64:
+    """Items of ``queries`` consecutive queries of ``rows``, over all the KV positions that any of them sees."""
+    if not len(rows):
+        return np.zeros((0, ITEM_FIELDS), np.int64)
+    first = np.zeros_like(rows)
+    count = lens[rows]
+    if count.max() > queries:
+        tiles = -(-count // queries)
+        rows = np.repeat(rows, tiles)
+        first = (np.arange(len(rows)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * queries
+        count = np.minimum(lens[rows] - first, queries)
+    position = past[rows] + first
+    items = np.zeros((len(rows), ITEM_FIELDS), np.int64)
+    items[:, 0] = rows
+    items[:, 1] = starts[rows] + first
+    items[:, 2] = count
+    items[:, 3] = position
+    if window > 0:
+        items[:, 4] = np.maximum(position - window + 1, 0)
+    items[:, 5] = position + count
+    items[:, 6] = -1
     return items
 
 
@@ -97,20 +108,23 @@ def _split(items: Int64, blocks: int) -> tuple[Int64, Int32, int]:
     are cut none the less, so that none runs on when all others are done. At most ``most_items`` result.
     """
     units = -(-items[:, 5] // SPLIT_UNIT) - items[:, 4] // SPLIT_UNIT
+    shortest, longest, total = MIN_SPLIT // SPLIT_UNIT, int(units.max(initial=1)), int(units.sum())
 
     def pieces_of(length: int) -> Int64:
         return np.maximum(-(-units // length), 1)
 
-    def fits(length: int) -> bool:
-        return int(pieces_of(length).sum()) <= max(blocks, len(items))
-
-    low, high = MIN_SPLIT // SPLIT_UNIT, max(int(units.max(initial=1)), MIN_SPLIT // SPLIT_UNIT)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    even = math.ceil(EVEN_SHARE * int(units.sum()) / blocks)
-    low = min(low, max(MIN_SPLIT // SPLIT_UNIT, even))
-    pieces = pieces_of(low)
+    if len(items) >= blocks:
+        length = longest
+    else:  # between what an even cut without remainders would be, and one where every item has a remainder
+        low, high = max(shortest, -(-total // blocks)), max(shortest, -(-total // (blocks - len(items))))
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if int(pieces_of(middle).sum()) <= blocks else (middle + 1, high)
+        length = low
+    length = max(shortest, min(length, math.ceil(EVEN_SHARE * total / blocks)))
+    if longest <= length:
+        return _longest_first(items), np.zeros((0, 4), np.int32), 0
+    pieces = pieces_of(length)
     index = np.repeat(np.arange(len(items)), pieces)
     ordinal = np.arange(len(index)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     cut = items[index]

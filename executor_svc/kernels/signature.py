@@ -92,7 +92,7 @@ def _wrong_tensor(parameter: Parameter, argument: Any, device: str) -> str | Non
         return f"must be a tensor, not {type(argument).__name__}"
     if argument.dtype != _TENSOR_TYPES[parameter.type]:
         return f"is {argument.dtype}"
-    if argument.device.type != device:
+    if argument.is_cuda != (device == "cuda"):
         return f"is on {argument.device}, the kernel runs on {device}"
     return None if argument.is_contiguous() else "is not contiguous"
 

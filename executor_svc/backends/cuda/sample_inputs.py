@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 
 from executor_svc.sampling.rows import SampleRows
@@ -27,6 +29,8 @@ def num_top_of(rows: SampleRows, vocab: int) -> np.ndarray | None:
 def logit_arrays(rows: SampleRows, vocab: int) -> list[np.ndarray]:
     """The fields of ``kernels.sampling.LogitRules``, in order; without the last two where no row has allowed ids."""
     count = len(rows.slots)
+    if not rows.special:
+        return list(_no_rules(count))
     bias_counts, history_counts = np.zeros(count + 1, np.int32), np.zeros(count + 1, np.int32)
     penalties = np.full((count, 3), _NO_PENALTY, np.float32)
     ids, values = [np.empty(0, np.int32)], [np.empty(0, np.float32)]
@@ -55,6 +59,13 @@ def logit_arrays(rows: SampleRows, vocab: int) -> list[np.ndarray]:
         np.cumsum(history_counts, dtype=np.int32), _some(history, np.int32), _some(outputs, np.int32), penalties,
     ]  # fmt: skip
     return [*arrays, np.stack(masks), mask_rows] if masks else arrays
+
+
+@lru_cache(maxsize=64)
+def _no_rules(count: int) -> tuple[np.ndarray, ...]:
+    """``logit_arrays`` of rows without rules, which most steps are."""
+    starts, none = np.zeros(count + 1, np.int32), np.zeros(1, np.int32)
+    return (starts, none, np.zeros(1, np.float32), starts, none, none, np.full((count, 3), _NO_PENALTY, np.float32))
 
 
 def _biased(rules: RowRules, output_position: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -144,13 +145,20 @@ class PendingSample:
 def _draws(rows: SampleRows) -> Sequence[np.ndarray]:
     """``kernels.sampling.draw_values`` of all rows: those that draw nothing are greedy."""
     count, draws = len(rows.slots), rows.draws
+    if draws is None:
+        return _greedy(count)
     temperature, top_p, min_p = np.zeros(count), np.ones(count), np.zeros(count)
     top_k, bits = np.zeros(count, np.int64), np.zeros(count, np.uint64)
-    if draws is not None:
-        at = draws.rows
-        temperature[at], top_k[at], top_p[at], min_p[at] = draws.temperature, draws.top_k, draws.top_p, draws.min_p
-        bits[at] = draw_bits(draws.seed, draws.choice, rows.outputs[at].astype(np.uint64))
+    at = draws.rows
+    temperature[at], top_k[at], top_p[at], min_p[at] = draws.temperature, draws.top_k, draws.top_p, draws.min_p
+    bits[at] = draw_bits(draws.seed, draws.choice, rows.outputs[at].astype(np.uint64))
     return draw_values(temperature, top_k, top_p, min_p, bits)
+
+
+@lru_cache(maxsize=64)
+def _greedy(count: int) -> Sequence[np.ndarray]:
+    zeros = np.zeros(count)
+    return draw_values(zeros, zeros, np.ones(count), zeros, zeros)
 
 
 def _fault(rows: SampleRows, i: int, status: int) -> RowFault:

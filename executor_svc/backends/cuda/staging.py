@@ -18,6 +18,7 @@ from executor_svc.backends.cuda.device import Device, Event
 
 BUFFERS = 3  # the step that runs, the one held back by overlap, and one more
 _ALIGN = 16  # bytes: the widest access of a kernel
+_MOST_VIEWS = 1024  # kept; steps with prompts hardly ever have the same shapes
 _TORCH = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -32,7 +33,7 @@ Array = npt.NDArray[Any]
 @dataclass(slots=True, frozen=True)
 class _Buffer:
     tensor: torch.Tensor  # pinned uint8
-    bytes: npt.NDArray[np.uint8]  # the same memory
+    bytes: memoryview  # the same memory
     event: Event  # after the last copy
 
 
@@ -51,7 +52,7 @@ class _Ring:
         self._buffers = []
         for _ in range(BUFFERS):
             tensor = self._device.pinned(max(size, _ALIGN))
-            self._buffers.append(_Buffer(tensor, tensor.numpy(), self._device.event()))
+            self._buffers.append(_Buffer(tensor, tensor.numpy().data, self._device.event()))
 
     def take(self) -> _Buffer:
         buffer = self._buffers[self._turn]
@@ -68,6 +69,7 @@ class Staging:
         self._device = device
         self._ring = _Ring(device, size)
         self._target = self._on_device(size)
+        self._views: dict[tuple[int, str, tuple[int, ...]], torch.Tensor] = {}
 
     def _on_device(self, size: int) -> torch.Tensor:
         return torch.empty(max(size, _ALIGN), dtype=torch.uint8, device=self._device.launcher.device)
@@ -83,21 +85,31 @@ class Staging:
         if end > self.size:
             self._ring.resize(2 * end)
             self._target = self._on_device(2 * end)
+            self._views.clear()
         buffer = self._ring.take()
         for array, at in zip(arrays, places, strict=True):
-            if array.nbytes:
-                buffer.bytes[at : at + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            if size := array.nbytes:
+                buffer.bytes[at : at + size] = np.ascontiguousarray(array).data.cast("B")
         if end:
             self._target[:end].copy_(buffer.tensor[:end], non_blocking=True)
         buffer.event.record()
-        found = [
-            self._target[at : at + array.nbytes].view(_TORCH[array.dtype]).view(array.shape)
-            for array, at in zip(arrays, places, strict=True)
-        ]
+        found = [self._view(array, at) for array, at in zip(arrays, places, strict=True)]
         if open_end:
             rest = self._target[places[-1] : self.size // _ALIGN * _ALIGN]
             found[-1] = rest.view(found[-1].dtype).view(-1, 1)
         return found
+
+    def _view(self, array: Array, at: int) -> torch.Tensor:
+        """``array``'s place on the device. Decode steps of one size have the same ones: making a view costs more than
+        everything else here."""
+        key = (at, array.dtype.char, array.shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            view = self._target[at : at + array.nbytes].view(_TORCH[array.dtype]).view(array.shape)
+            self._views[key] = view
+        return view
 
 
 class Landing:

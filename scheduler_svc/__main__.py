@@ -52,7 +52,9 @@ MAX_SOCKET_PATH = 107  # bytes: what the kernel takes
 
 
 def parser() -> argparse.ArgumentParser:
-    parse = argparse.ArgumentParser(prog="python -m scheduler_svc", description=__doc__, allow_abbrev=False)
+    parse = argparse.ArgumentParser(
+        prog="python -m scheduler_svc", usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False
+    )
     add = parse.add_argument
     add("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="the gRPC API (%(default)s)")
     add("--executors", default="tcp://127.0.0.1:5600", metavar="tcp://HOST:PORT", help="for executors (%(default)s)")
@@ -77,10 +79,10 @@ def _workers(text: str) -> int:
     return value
 
 
-def _host_port(text: str) -> tuple[str, int]:
+def _host_port(flag: str, text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{text!r}: must be HOST:PORT")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{flag} {text}: must be HOST:PORT, with a port of at most 65535")
     return host.strip("[]"), int(port)
 
 
@@ -98,6 +100,11 @@ def core_command(args: argparse.Namespace, front: str, rest: Sequence[str], ledg
     ]
 
 
+def metrics_address(args: argparse.Namespace, index: int) -> str:
+    host, port = args.metrics.rpartition(":")[::2]
+    return f"{host}:{int(port) + index}"
+
+
 def worker_command(args: argparse.Namespace, front: str, index: int) -> list[str]:
     command = [
         *(sys.executable, "-m", "scheduler_svc.api"),
@@ -107,8 +114,7 @@ def worker_command(args: argparse.Namespace, front: str, index: int) -> list[str
     if args.api_workers > 1:
         command.append("--reuse-port")
     if args.metrics:
-        host, port = args.metrics.rpartition(":")[::2]
-        command += ["--metrics", f"{host}:{int(port) + index}"]
+        command += ["--metrics", metrics_address(args, index)]
     if args.admin and index == 0:
         command += ["--admin", args.admin]
     for flag, metavar in API_FLAGS.items():
@@ -118,19 +124,19 @@ def worker_command(args: argparse.Namespace, front: str, index: int) -> list[str
     return command
 
 
-def check_free(listen: str) -> None:
+def check_free(flag: str, address: str) -> None:
     """Raises ValueError for an address that cannot be bound. Workers that share a port (SO_REUSEPORT) would join a
     foreign service on it without a word."""
-    if listen.startswith("unix:"):
+    if address.startswith("unix:"):
         return
-    host, port = _host_port(listen)
+    host, port = _host_port(flag, address)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
+            probe.bind(found)
     except OSError as error:
-        raise ValueError(f"--listen {listen}: {error.strerror}") from None
+        raise ValueError(f"{flag} {address}: {error.strerror}") from None
 
 
 @contextlib.contextmanager
@@ -143,8 +149,11 @@ def run_dir(given: Path | None) -> Iterator[Path]:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         return
-    given.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = given.stat()
+    try:
+        given.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts = given.stat()
+    except OSError as error:
+        raise ValueError(f"--run-dir {given}: {error.strerror}") from None
     if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
         raise ValueError(f"--run-dir {given}: must belong to this user alone (mode 0700)")
     try:
@@ -162,9 +171,17 @@ def nameless_file() -> int:
 
 
 def patience(args: argparse.Namespace) -> Patience:
-    grace = float(args.leave_grace if args.leave_grace is not None else DEFAULT_LEAVE_GRACE)
-    limit = float(args.drain_limit if args.drain_limit is not None else DEFAULT_DRAIN_LIMIT)
+    grace = _seconds(args, "--leave-grace", DEFAULT_LEAVE_GRACE)
+    limit = _seconds(args, "--drain-limit", DEFAULT_DRAIN_LIMIT)
     return Patience(drain=grace + limit + DRAIN_MARGIN)
+
+
+def _seconds(args: argparse.Namespace, flag: str, default: float) -> float:
+    text = _value(args, flag)
+    try:
+        return default if text is None else float(text)
+    except ValueError:
+        raise ValueError(f"{flag} {text}: must be a number of seconds") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -172,12 +189,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, rest = parse.parse_known_args(argv)
     logs.configure("supervisor", level=args.log_level, format=args.log_format)
     try:
-        if args.metrics:
-            _host_port(args.metrics)
         waits = patience(args)
-        check_free(args.listen)
+        check_free("--listen", args.listen)
         if args.admin:
-            check_free(args.admin)
+            check_free("--admin", args.admin)
+        if args.metrics:
+            _host_port("--metrics", args.metrics)
+            for index in range(args.api_workers):
+                check_free("--metrics", metrics_address(args, index))
         with run_dir(args.run_dir) as folder:
             path = (folder / SOCKET_NAME).resolve()
             if len(os.fsencode(path)) > MAX_SOCKET_PATH:

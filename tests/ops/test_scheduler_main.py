@@ -97,9 +97,41 @@ def test_an_address_in_use_is_refused_in_one_line() -> None:
     assert done.stderr.splitlines()[-1].endswith(f"--listen {address}: Address already in use")
 
 
-@pytest.mark.parametrize("flags", [["--listen", "nonsense"], ["--api-workers", "0"], ["--metrics", "9000"]])
-def test_nonsense_is_refused(flags: list[str]) -> None:
-    assert run(*flags).returncode == 2
+def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    """The one line that follows the short usage."""
+    with pytest.raises(SystemExit) as left:
+        service.main(flags)
+    assert left.value.code == 2
+    usage, line = capsys.readouterr().err.splitlines()
+    assert usage == "usage: python -m scheduler_svc [OPTION ...]"
+    return line.removeprefix("python -m scheduler_svc: error: ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--listen", "nonsense"], "--listen nonsense: must be HOST:PORT, with a port of at most 65535"),
+        (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999: must be HOST:PORT, with a port of at most 65535"),
+        (["--api-workers", "0"], "argument --api-workers: 0: 1 to 64"),
+        (["--metrics", "9000"], "--metrics 9000: must be HOST:PORT, with a port of at most 65535"),
+        (["--drain-limit", "soon"], "--drain-limit soon: must be a number of seconds"),
+        (["--run-dir", "/proc/none"], "--run-dir /proc/none: No such file or directory"),
+    ],
+)
+def test_nonsense_is_refused_by_name(capsys: pytest.CaptureFixture[str], flags: list[str], text: str) -> None:
+    assert refusal(capsys, "--listen", "127.0.0.1:0", *flags) == text
+
+
+def test_every_workers_metrics_port_must_be_free(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        line = refusal(capsys, "--listen", "127.0.0.1:0", "--api-workers", "2", "--metrics", f"127.0.0.1:{port - 1}")
+    # Unless somebody else has the port before it: that is refused, too.
+    assert line in {f"--metrics 127.0.0.1:{p}: Address already in use" for p in (port, port - 1)}
+    last = refusal(capsys, "--listen", "127.0.0.1:0", "--api-workers", "2", "--metrics", "127.0.0.1:65535")
+    assert last.startswith("--metrics 127.0.0.1:6553")
 
 
 def test_a_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.front_desk import FrontDesk
+from scheduler_svc.core.models import ModelEntry
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Message, Outbox
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.queue import Entry
@@ -34,6 +35,7 @@ from scheduler_svc.core.sessions import Sessions
 from scheduler_svc.core.streams import Streams
 from scheduler_svc.core.suspects import Suspects
 from scheduler_svc.core.tenants import NO_LIMITS, LimitsFile, Tenants
+from scheduler_svc.core.unanswered import Unanswered
 from scheduler_svc.core.workers import Workers
 
 log = logging.getLogger(__name__)
@@ -55,13 +57,14 @@ class Core:
         self.fleet_changed = False
 
         self.outbox = Outbox()
-        self.residency = Residency(config)
+        unanswered = Unanswered()
+        self.residency = Residency(config, unanswered)
         self.routing = Routing(config, self.residency)
         self.suspects = Suspects(config)
-        self.workers = Workers(self.outbox, config.max_workers)
+        self.workers = Workers(self.outbox, config.max_workers, unanswered)
         self.tenants = Tenants(limits)
         self.streams = Streams(self.outbox, self.residency, self.tenants)
-        self.fleet = Fleet(config, self.outbox)
+        self.fleet = Fleet(config, self.outbox, unanswered)
         self.assets = Assets(config, self.outbox)
         self.planner = Planner(config, self.workers, self.residency, self.routing, self.suspects)
         self.committer = Committer(self.residency, self.streams, self.workers, self.outbox)
@@ -162,10 +165,13 @@ class Core:
     def advance(self, now: float) -> None:
         """Fill every pipeline that has room, one plan an executor at a time."""
         self.outbox.at(now)
-        open_to_plans = list(self.fleet.sessions.values())
-        fleet = open_to_plans
+        fleet = list(self.fleet.sessions.values())
+        open_to_plans = [executor for entry in self.fleet.models.values() for executor in entry.open.values()]
         while open_to_plans:
             open_to_plans = [executor for executor in open_to_plans if self._plan_one(executor, fleet, now)]
+        for entry in self.fleet.models.values():
+            if entry.idle and len(entry.queue):
+                self._wake_idle(entry, fleet, now)
         if self.fleet_changed:
             self.fleet_changed = False
             models = self.fleet.describe()
@@ -180,15 +186,35 @@ class Core:
     def _plan_one(self, executor: ExecutorState, fleet: list[ExecutorState], now: float) -> bool:
         if executor.status is ExecutorStatus.DRAINING:
             self.sessions.drain(executor, now)
-        if executor.status not in (ExecutorStatus.READY, ExecutorStatus.DRAINING):
-            return False
         if len(executor.inflight) >= self.config.depth:
             return False
-        plan = self.planner.plan(executor, fleet, now)
+        able = executor.status in (ExecutorStatus.READY, ExecutorStatus.DRAINING)
+        plan = self.planner.plan(executor, fleet, now) if able else None
         if plan is None:
+            self.fleet.found_nothing(executor)
             return False
+        self.fleet.planned(executor, executor.inflight[-1])
         self.outbox.to_executor(executor.session, plan)
         return True
+
+    def _wake_idle(self, entry: ModelEntry, fleet: list[ExecutorState], now: float) -> None:
+        """Executors that hold nothing take what waits. Where one finds nothing that it may take, its equals are not
+        asked, but those for which something was left."""
+        fruitless: set[tuple[int, str]] = set()
+        planned: list[ExecutorState] = []
+        for executor in list(entry.idle.values()):
+            if not len(entry.queue):
+                break
+            kind = (executor.max_sequence_tokens, executor.numerics)
+            if kind in fruitless and executor.session not in entry.wanted:
+                continue
+            if self._plan_one(executor, fleet, now):
+                planned.append(executor)
+            else:
+                fruitless.add(kind)
+        entry.wanted.clear()
+        while planned:
+            planned = [executor for executor in planned if self._plan_one(executor, fleet, now)]
 
     def _step_age(self, executor: ExecutorState, now: float) -> tuple[float, float]:
         """(age of the oldest unanswered step since the one before it was answered, the age it may reach)."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from protos import front, step
+from protos.wire import Epoch
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.models import ModelEntry
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Outbox
 from scheduler_svc.core.pace import Pace
+from scheduler_svc.core.pipeline import PlanRecord
+from scheduler_svc.core.unanswered import Unanswered
 
 # Two views of a batch that differ make a quarantine. A batch that raises is more likely the fault of a request, which
 # takes four lost epochs to convict (suspects.py), so it counts less.
@@ -28,12 +31,13 @@ class Reputation:
 
 
 class Fleet:
-    def __init__(self, config: CoreConfig, outbox: Outbox) -> None:
+    def __init__(self, config: CoreConfig, outbox: Outbox, unanswered: Unanswered) -> None:
         self.sessions: dict[bytes, ExecutorState] = {}
         self.models: dict[str, ModelEntry] = {}
         self.reputations: dict[str, Reputation] = {}
         self._config = config
         self._outbox = outbox
+        self._unanswered = unanswered
 
     # -- joining -----------------------------------------------------------------------------------------------------
 
@@ -79,6 +83,7 @@ class Fleet:
         executor = ExecutorState(session, hello, entry, blocks, now, self._config)
         executor.pace = Pace(self._config.itl_target)
         entry.executors.append(executor)
+        entry.by_session[session] = executor
         entry.expected.pop(hello.executor, None)
         entry.executors_changed()
         self.sessions[session] = executor
@@ -89,21 +94,63 @@ class Fleet:
     def leave(self, executor: ExecutorState, expected_back: bool, now: float) -> None:
         """The session is over; its sequences were taken from it before."""
         executor.status = ExecutorStatus.GONE
+        self._close(executor)
+        self._unanswered.given_up(executor)
         executor.cache.close()
         del self.sessions[executor.session]
         self._outbox.drop_peer(Destination(EXECUTOR, executor.session))
         entry = executor.model
         entry.executors.remove(executor)
+        del entry.by_session[executor.session]
         entry.empty_since = now
         if expected_back and all(other.name != executor.name for other in entry.executors):
             until = now + self._config.expect_executor_for
             entry.expected[executor.name] = (until, executor.max_sequence_tokens)
         entry.executors_changed()
 
-    # -- reputation --------------------------------------------------------------------------------------------------
+    # -- whose turn it is --------------------------------------------------------------------------------------------
 
-    def answered(self, executor: ExecutorState) -> None:
+    def start_epoch(self, executor: ExecutorState, epoch: Epoch) -> None:
+        """Its sequences were taken from it before."""
+        self._unanswered.given_up(executor)
+        executor.start_epoch(epoch)
+        self._open(executor)
+
+    def drains(self, executor: ExecutorState) -> None:
+        executor.status = ExecutorStatus.DRAINING
+        self._open(executor)
+
+    def planned(self, executor: ExecutorState, record: PlanRecord) -> None:
+        self._unanswered.planned(executor, record)
+        if len(executor.inflight) < self._config.depth or executor.status is ExecutorStatus.DRAINING:
+            self._open(executor)
+        else:
+            self._close(executor)
+
+    def answered(self, executor: ExecutorState, record: PlanRecord) -> None:
+        self._unanswered.answered(executor, record)
+        self._open(executor)
         self.reputations[executor.name].good_steps += 1
+
+    def found_nothing(self, executor: ExecutorState) -> None:
+        """There is no plan for it now."""
+        if executor.status is ExecutorStatus.READY:
+            holds = executor.table.used or executor.released or executor.inflight or executor.settling
+            if not holds and executor.isolated is None:
+                self._close(executor)
+                executor.model.idle[executor.session] = executor
+        elif executor.status is not ExecutorStatus.DRAINING:
+            self._close(executor)
+
+    def _open(self, executor: ExecutorState) -> None:
+        executor.model.idle.pop(executor.session, None)
+        executor.model.open[executor.session] = executor
+
+    def _close(self, executor: ExecutorState) -> None:
+        for group in (executor.model.open, executor.model.idle, executor.model.wanted):
+            group.pop(executor.session, None)
+
+    # -- reputation --------------------------------------------------------------------------------------------------
 
     def epoch_lost(self, executor: ExecutorState, strikes: int, now: float) -> float:
         """Count a lost epoch, as ``strikes`` of `QUARANTINE_AT`. Returns for how long the executor is now quarantined

@@ -23,6 +23,7 @@ def check_all(core: Core) -> list[str]:
         prefix = f"executor {executor.name}: "
         problems += [prefix + problem for problem in [*_blocks(executor), *_slots(executor), *_pipeline(executor)]]
     problems += _sequences(core)
+    problems += _turns(core)
     return problems
 
 
@@ -147,6 +148,26 @@ def _pipeline(executor: ExecutorState) -> list[str]:
         )
         if rows != sequence.pending_rows or rows == 0:
             problems.append(f"a settling sequence waits for {sequence.pending_rows} rows, {rows} are unanswered")
+    return problems
+
+
+def _turns(core: Core) -> list[str]:
+    """Those that a turn does not look at have nothing to be planned, and the rows in flight are counted right."""
+    problems = []
+    fleet = list(core.fleet.sessions.values())
+    for executor in fleet:
+        idle, full = executor.session in executor.model.idle, len(executor.inflight) >= core.config.depth
+        if idle and (executor.table.used or executor.released or executor.inflight or executor.settling):
+            problems.append(f"executor {executor.name} counts as idle and is not")
+        looked_at = idle or executor.session in executor.model.open
+        if not (looked_at or full) and executor.status in (ExecutorStatus.READY, ExecutorStatus.DRAINING):
+            problems.append(f"executor {executor.name} has room for a plan, no turn looks at it")
+    unanswered = core.workers.unanswered
+    if unanswered.rows != sum(executor.inflight_rows for executor in fleet):
+        problems.append(f"{unanswered.rows} rows count as unanswered")
+    for worker in core.workers.by_peer.values():
+        if unanswered.of(worker.index) != unanswered_of(worker.index, fleet):
+            problems.append(f"{unanswered.of(worker.index)} rows of worker {worker.name} count as unanswered")
     return problems
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from protos.step import ModelCard
@@ -9,7 +11,10 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.passing import AdmissionLog
+from scheduler_svc.core.prefix_homes import PrefixHomes
 from scheduler_svc.core.queue import WaitingQueue
+
+ASKED = 17  # executors of a model, of which each is asked where a request is placed best; of more, some (routing.py)
 
 
 class ModelEntry:
@@ -18,6 +23,15 @@ class ModelEntry:
         self.queue = WaitingQueue(config.ageing, FairShares(config.fair_window, config.fair_tokens))
         self.admissions = AdmissionLog()
         self.executors: list[ExecutorState] = []
+        self.by_session: dict[bytes, ExecutorState] = {}
+        # Whose turn it may be: those with room in their pipeline are looked at in every turn, but those which hold
+        # nothing only while something waits. All others have as many plans unanswered as they may.
+        self.open: dict[bytes, ExecutorState] = {}
+        self.idle: dict[bytes, ExecutorState] = {}
+        self.wanted: dict[bytes, ExecutorState] = {}  # of the idle ones: something was left for them
+        self.homes = PrefixHomes()
+        self.least_loaded: list[ExecutorState] = []  # as of `loads_at` (routing.py)
+        self.loads_at = -math.inf
         self.expected: dict[str, tuple[float, int]] = {}  # vanished executors: name -> (until, max_sequence_tokens)
         self.live_streams = 0
         self.empty_since = now  # meaningful while `executors` is empty
@@ -36,9 +50,14 @@ class ModelEntry:
 
     def executors_changed(self) -> None:
         """To be called after every change of `executors` and `expected`: each request asks for these."""
+        self.least_loaded, self.loads_at = [], -math.inf
         known = [e.max_sequence_tokens for e in self.executors] + [tokens for _, tokens in self.expected.values()]
         self.max_sequence_tokens = max(known, default=0)  # the most that any known executor can hold
         self.context_length = max((e.card.context_length for e in self.executors), default=self.card.context_length)
+
+    @property
+    def is_large(self) -> bool:
+        return len(self.executors) > ASKED
 
     @property
     def ready(self) -> list[ExecutorState]:

@@ -32,6 +32,6 @@ def _drain(core: Core, executors: list[ExecutorState]) -> str:
     for executor in executors:
         if executor.status is ExecutorStatus.READY:
             log.info("executor drains, an operator asked", extra={"executor": executor.name})
-            executor.status = ExecutorStatus.DRAINING
+            core.fleet.drains(executor)
             core.fleet_changed = True
     return executors[0].status.name

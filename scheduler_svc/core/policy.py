@@ -19,7 +19,8 @@ import numpy.typing as npt
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.pipeline import Rows
 from scheduler_svc.core.sequence import Sequence
-from scheduler_svc.core.workers import Workers
+from scheduler_svc.core.unanswered import rows_by_worker
+from scheduler_svc.core.workers import Workers, WorkerState
 
 
 def within_budget(executor: ExecutorState, rows: Rows, budget: int, prefill_waits: bool) -> Rows:
@@ -62,41 +63,36 @@ def within_credit(
     The second value is by the worker's index; a worker that is not in it has plenty. Only workers near their allowance
     cost anything here.
     """
-    unanswered = sum(e.inflight_rows for e in executors)
     left: dict[int, Room] = {}
-    most = unanswered + executor.table.max_slots  # no plan samples more rows than there are slots
-    tight = [
-        worker
-        for worker in workers.by_peer.values()
-        if worker.room <= unanswered + len(rows) or worker.room_for_first <= most
-    ]
+    unanswered = workers.unanswered
+    # No plan samples more rows than there are slots. All rows in flight first: that asks nobody whose they are.
+    tight = [w for w in workers.by_peer.values() if _is_tight(w, unanswered.rows, len(rows), executor.table.max_slots)]
+    if tight:
+        tight = [w for w in tight if _is_tight(w, unanswered.of(w.index), len(rows), executor.table.max_slots)]
     if not tight:
         return rows, left
     columns = executor.table.worker[rows]
     keep = np.ones(len(rows), dtype=bool)
     for worker in tight:
-        unanswered = unanswered_of(worker.index, executors)
-        room = max(0, worker.room - unanswered)
+        coming = unanswered.of(worker.index)
+        room = max(0, worker.room - coming)
         mine = np.flatnonzero(columns == worker.index)
         if len(mine) > room:
             # Take turns, or the low slots would eat all the credit.
             allowed = rotate(executor, rows[mine], room)
             keep[mine] = np.isin(rows[mine], allowed)
-        taken = unanswered + min(len(mine), room)
+        taken = coming + min(len(mine), room)
         left[worker.index] = Room(max(0, worker.room_for_first - taken), max(0, worker.room - taken))
     return rows[keep], left
 
 
+def _is_tight(worker: WorkerState, unanswered: int, rows: int, max_slots: int) -> bool:
+    return worker.room <= unanswered + rows or worker.room_for_first <= unanswered + max_slots
+
+
 def unanswered_of(index: int, executors: list[ExecutorState]) -> int:
-    """Sampling rows in flight whose tokens will go to this worker."""
-    total = 0
-    for executor in executors:
-        table = executor.table
-        for record in executor.inflight:
-            live = table.live_generation[record.slots] == record.generations
-            total += int(np.count_nonzero(live & (table.worker[record.slots] == index)))
-        total += sum(s.pending_rows for s in executor.settling.values() if s.stream.worker.index == index)
-    return total
+    """Sampling rows in flight whose tokens will go to this worker, counted anew (`Unanswered` keeps count)."""
+    return sum([rows_by_worker(executor)[index] for executor in executors])
 
 
 def victim(

@@ -16,13 +16,15 @@ from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.prefix_cache import NOTHING, Prefix, is_there
 from scheduler_svc.core.sequence import Sequence, State
+from scheduler_svc.core.unanswered import Unanswered
 from scheduler_svc.prefix_hash import extend_hashes
 
 _NEVER_LOOKED = (NOTHING, -1)
 
 
 class Residency:
-    def __init__(self, config: CoreConfig) -> None:
+    def __init__(self, config: CoreConfig, unanswered: Unanswered) -> None:
+        self._unanswered = unanswered
         self._cache_on = config.prefix_cache
         self.preemptions = 0
         self.prefix_hits = 0  # blocks found at admissions, over all executors
@@ -78,6 +80,7 @@ class Residency:
         sequence.cache_count = found
         sequence.cache_tip = hits.end
         sequence.found.clear()
+        sequence.left_for = None
         sequence.waits_for = ""
         if sequence.cached_tokens < 0:
             sequence.cached_tokens = min(computed, sequence.prompt_len)
@@ -90,6 +93,8 @@ class Residency:
         executor.step_age.admitted(sequence)
         if self._cache_on and sequence.uses_cache:
             self._announce(executor, sequence, found)
+            if executor.model.is_large and sequence.hashes:
+                executor.model.homes.add(sequence.hashes[0], executor.session)
         return slot
 
     # -- while there -------------------------------------------------------------------------------------------------
@@ -158,9 +163,11 @@ class Residency:
         elif sequence.state is State.RUNNING:
             assert executor is not None
             self._vacate(executor, sequence, last=True)
+            self._unanswered.ended(executor)
         elif sequence.state is State.SETTLING:
             assert executor is not None
             del executor.settling[(_slot_of(executor, sequence), sequence.generation)]
+            self._unanswered.ended(executor)
         sequence.state = State.ENDED
         sequence.executor = None
 

@@ -1,44 +1,63 @@
-"""Which executor a waiting sequence goes to: the longest cached prefix, then the least load.
+"""Which executor a waiting sequence goes to: where most of its prefix is cached and least runs.
+
+Both count in blocks: ``cached prefix - load``, where load is the sequences that run there and the blocks of prompts in
+its unanswered plans. So a long prefix goes where it is, and a short one that everybody uses does not gather everybody
+on one executor.
 
 Plans are made one executor at a time, and each pulls from its model's queue what is best placed with it. A sequence
 is left for another executor only if that one could take it now and is sure to plan soon, and for ``placement_wait`` at
-most, so nothing waits for an executor that hangs, or for one that has no tokens to spare.
+most, so nothing waits for an executor that hangs, or for one that has no tokens to spare. Nor is it left for little: a
+sixteenth of the load, or, for an executor that has to answer a step first, a 32nd of its slots.
+
+In a small fleet all others are asked; in a large one those which hold nothing or the least, and those which may hold
+the prefix (prefix_homes.py); and for which of them a sequence was left is remembered for a moment.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from heapq import nsmallest
+from itertools import islice
 
 import numpy as np
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState, ExecutorStatus
 from scheduler_svc.core.kv_peak import peak_blocks
+from scheduler_svc.core.models import ASKED, ModelEntry
 from scheduler_svc.core.prefix_cache import Prefix
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.slots import PREFILL
 
 _SOON = 0.5  # seconds since its last answer: a busy executor that will plan again soon
-_MOST_OTHERS = 16  # executors that a sequence is compared with
+_MOST_OTHERS = ASKED - 1  # executors that a sequence is compared with
+_LOADS_HOLD = 0.01  # seconds for which those with the least load are taken to be the same
+_LEFT_HOLDS = 0.01  # seconds for which nobody asks whether what was left for another still is
 _MOST_LEFT = 64  # sequences that one plan leaves for others: what it costs has a bound
 
 
 class Left:
     """What one plan has left for other executors."""
 
-    __slots__ = ("count", "others", "tokens")
+    __slots__ = ("count", "others", "taken", "tokens", "total")
 
     def __init__(self, others: list[ExecutorState]) -> None:
         self.others = others  # empty: nothing more is left
+        self.taken = 0  # prompt tokens that the executor of this plan keeps for itself
+        self.total = 0
         self.count: Counter[bytes] = Counter()  # sequences, by session
         self.tokens: Counter[bytes] = Counter()  # no more than they can take in a step or so
+
+    def has_room(self, other: ExecutorState) -> bool:
+        session = other.session
+        return self.count[session] < other.table.free and self.tokens[session] < other.token_budget
 
     def add(self, other: ExecutorState, tokens: int) -> None:
         self.count[other.session] += 1
         self.tokens[other.session] += tokens
-        if self.count.total() >= _MOST_LEFT:
+        self.total += 1
+        if self.total >= _MOST_LEFT:
             self.others = []
 
 
@@ -96,38 +115,79 @@ class Routing:
 
     def others(self, here: ExecutorState, now: float) -> list[ExecutorState]:
         """Ready ones of this model that will plan soon; of many, those with the least load."""
-        found = [
-            other
-            for other in here.model.executors
-            if other is not here
-            and other.status is ExecutorStatus.READY
-            and other.isolated is None
-            and other.table.used < other.table.max_slots
-            and (len(other.inflight) < self._depth or now - other.last_answer < _SOON)
-        ]
-        return found if len(found) <= _MOST_OTHERS else nsmallest(_MOST_OTHERS, found, key=lambda e: e.table.used)
+        model = here.model
+        if not model.is_large:
+            return [other for other in model.executors if other is not here and self._plans_soon(other, now)]
+        found = [other for other in islice(model.idle.values(), ASKED) if other is not here]
+        if len(found) < _MOST_OTHERS:
+            found += [e for e in self._least_loaded(model, now) if e is not here and self._plans_soon(e, now)]
+        return found[:_MOST_OTHERS]
+
+    def _least_loaded(self, model: ModelEntry, now: float) -> list[ExecutorState]:
+        if not 0.0 <= now - model.loads_at < _LOADS_HOLD:
+            soon = [other for other in model.executors if self._plans_soon(other, now)]
+            model.loads_at = now
+            model.least_loaded = nsmallest(ASKED, soon, key=_load)
+        return model.least_loaded
+
+    def _plans_soon(self, executor: ExecutorState, now: float) -> bool:
+        return (
+            executor.status is ExecutorStatus.READY
+            and executor.isolated is None
+            and executor.table.used < executor.table.max_slots
+            and (len(executor.inflight) < self._depth or now - executor.last_answer < _SOON)
+        )
 
     def is_left(self, here: ExecutorState, sequence: Sequence, hits: Prefix, left: Left, now: float) -> bool:
         """Is this sequence left for one of the others, which can take it now and is better placed?"""
         if 0.0 < sequence.left_since <= now - self._patience:
             return False
-        best, best_score = None, self._score(here, sequence, hits, 0)
-        for other in left.others:
-            count = left.count[other.session]
-            if count >= other.table.free or left.tokens[other.session] >= other.token_budget:
-                continue
-            if not self.can_ever_take(other, sequence):
+        if sequence.left_since and self._stays_left(here, sequence, left, now):
+            return sequence.left_for is not here
+        uncached = sequence.known - hits.count * here.block_size
+        best, best_score = None, self._score(here, sequence, hits, left.taken // here.block_size)
+        best_score += _load(here) // 16
+        for other in self._to_compare(here, sequence, left, now):
+            if not left.has_room(other) or not self.can_ever_take(other, sequence):
                 continue
             their_hits = self._residency.lookup(other, sequence)
-            score = self._score(other, sequence, their_hits, count)
+            more = left.count[other.session] + left.tokens[other.session] // other.block_size
+            if len(other.inflight) >= self._depth:
+                more += other.table.max_slots // 32  # it would wait for a step of that one
+            score = self._score(other, sequence, their_hits, more)
             if score > best_score and self._surely_has_room(other, sequence, their_hits):
                 best, best_score = other, score
         if best is None:
+            left.taken += uncached
+            sequence.left_until = 0.0
             return False
         if sequence.left_since == 0.0:
             sequence.left_since = now
+        sequence.left_for, sequence.left_until = best, now + _LEFT_HOLDS
         left.add(best, sequence.known)
+        if best.session in best.model.idle:
+            best.model.wanted[best.session] = best
         return True
+
+    def _stays_left(self, here: ExecutorState, sequence: Sequence, left: Left, now: float) -> bool:
+        """It was left for another a moment ago, which has it in its next plan; or for this one, whose turn it is."""
+        other = sequence.left_for
+        if other is here:
+            sequence.left_until = 0.0
+            return True
+        if other is None or now >= sequence.left_until or not other.inflight:
+            return False
+        if other.status is not ExecutorStatus.READY or not left.has_room(other):
+            return False
+        left.add(other, sequence.known)
+        return True
+
+    def _to_compare(self, here: ExecutorState, sequence: Sequence, left: Left, now: float) -> list[ExecutorState]:
+        model = here.model
+        if not (model.is_large and sequence.hashes):
+            return left.others
+        homes = [model.by_session.get(session) for session in model.homes.of(sequence.hashes[0])]
+        return left.others + [e for e in homes if e is not None and e is not here and self._plans_soon(e, now)]
 
     def _surely_has_room(self, executor: ExecutorState, sequence: Sequence, hits: Prefix) -> bool:
         headroom = self.headroom(executor)
@@ -143,6 +203,12 @@ class Routing:
         most = (table.limit_total - table.used) // size + table.used + (sequence.limit - 1) // size + 1
         return most <= int(self._overcommit * executor.pool.total)
 
-    def _score(self, executor: ExecutorState, sequence: Sequence, hits: Prefix, more: int) -> tuple[int, int]:
+    def _score(self, executor: ExecutorState, sequence: Sequence, hits: Prefix, more: int) -> int:
         filling = self._residency.being_filled(executor, sequence, hits.count) is not None
-        return hits.count + filling, -(executor.table.used + more)
+        return hits.count + filling - _load(executor) - more
+
+
+def _load(executor: ExecutorState) -> int:
+    """Sequences that it runs, and blocks of prompts in its unanswered plans: what a newcomer would wait for."""
+    prompt_tokens = sum([record.tokens - len(record.slots) for record in executor.inflight])
+    return executor.table.used + prompt_tokens // executor.block_size

@@ -80,7 +80,9 @@ class Sequence:
         "hashes",
         "ignore_eos",
         "known",
+        "left_for",
         "left_since",
+        "left_until",
         "limit",
         "mark_at_death",
         "mark_at_preemption",
@@ -155,6 +157,8 @@ class Sequence:
         self.unroutable_since = 0.0
         self.prefix_wait_until = 0.0
         self.left_since = 0.0  # when it was first left for a better placed executor; 0: not since it was queued
+        self.left_for: ExecutorState | None = None  # that one; meaningful while `left_since` is not 0
+        self.left_until = 0.0  # no other looks whether that is still so before this
         self.waits_for = ""
 
         # Of full blocks: the prompt's, then as far as outputs were hashed.

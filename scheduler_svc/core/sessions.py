@@ -63,7 +63,7 @@ class Sessions:
             case step.Draining():
                 if executor.status is ExecutorStatus.READY:
                     log.info("executor drains", extra={"executor": executor.name})
-                    executor.status = ExecutorStatus.DRAINING
+                    core.fleet.drains(executor)
                     core.fleet_changed = True
             case step.Goodbye():
                 log.info("executor left", extra={"executor": executor.name, "reason": message.reason})
@@ -105,7 +105,7 @@ class Sessions:
         core = self._core
         core.epoch_counter += 1
         executor.version = version
-        executor.start_epoch(Epoch(core.incarnation, core.epoch_counter))
+        core.fleet.start_epoch(executor, Epoch(core.incarnation, core.epoch_counter))
         core.outbox.to_executor(executor.session, step.Welcome(executor.epoch, version, core.config.depth))
 
     # -- steps -------------------------------------------------------------------------------------------------------
@@ -121,10 +121,10 @@ class Sessions:
         except Divergence as error:
             self.lose_epoch(executor, step.BAD_SEQUENCE, str(error), result.seq, now)
             return
-        core.fleet.answered(executor)
-        if record is not None:
-            prompt_tokens = sum([count for _, _, count in record.prefill])
-            executor.pace.observe(record.tokens - prompt_tokens, prompt_tokens, result.round_us)
+        assert record is not None  # else it diverged
+        core.fleet.answered(executor, record)
+        prompt_tokens = sum([count for _, _, count in record.prefill])
+        executor.pace.observe(record.tokens - prompt_tokens, prompt_tokens, result.round_us)
 
     def lose_epoch(self, executor: ExecutorState, code: int, detail: str, seq: int, now: float) -> None:
         """The two views of the batch differ, or the batch failed: an empty slate, and all its sequences continue."""

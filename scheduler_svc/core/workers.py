@@ -11,6 +11,7 @@ from __future__ import annotations
 from protos import front
 from scheduler_svc.core.outbox import WORKER, Destination, Outbox
 from scheduler_svc.core.sequence import Stream
+from scheduler_svc.core.unanswered import Unanswered
 
 _PATIENCE = 1.0  # seconds
 
@@ -46,9 +47,10 @@ class WorkerState:
 
 
 class Workers:
-    def __init__(self, outbox: Outbox, max_workers: int) -> None:
+    def __init__(self, outbox: Outbox, max_workers: int, unanswered: Unanswered | None = None) -> None:
         self.by_peer: dict[bytes, WorkerState] = {}
         self.by_index: list[WorkerState | None] = []
+        self.unanswered = unanswered or Unanswered()
         self._outbox = outbox
         self._max_workers = max_workers
 

@@ -8,6 +8,11 @@ import msgspec
 import pytest
 
 from protos import front, step
+from scheduler_svc.core import models, prefix_homes, routing
+from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.planner import Planner
+from scheduler_svc.core.prefix_homes import PrefixHomes
+from tests.core.driver import driver_of
 from tests.core.sim import SimExecutor, model_card, reference
 from tests.core.test_same_tokens import SMALL, assert_reference, requests, submit_all
 from tests.core.world import World, simple_world
@@ -194,6 +199,99 @@ def test_nobody_waits_for_an_executor_that_hangs() -> None:
     assert all((number, 0) in worker.ends for number in list(worker.submits)[2:])
     del first
     world.run_all()
+
+
+# -- many executors --------------------------------------------------------------------------------------------------
+
+
+def test_idle_and_busy_executors_cost_a_turn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a hundred, a request asks the one that takes it, and an answer its own."""
+    asked: list[str] = []
+    true = Planner.plan
+
+    def plan(self: Planner, executor: ExecutorState, fleet: list[ExecutorState], now: float) -> step.StepPlan | None:
+        asked.append(executor.name)
+        return true(self, executor, fleet, now)
+
+    world, worker = simple_world(100)
+    monkeypatch.setattr(Planner, "plan", plan)
+    number = worker.submit([1, 2, 3], 12)
+    assert len(set(asked)) == 1
+    home = asked[0]
+    world.run_all()
+    assert set(asked) == {home}
+    assert worker.outputs[(number, 0)] == reference([1, 2, 3], 12)
+    others = [worker.submit([i + 2], 40) for i in range(20)]
+    asked.clear()
+    worker.submit([99], 2)
+    assert len(set(asked)) <= 2, "those that run are as deep in plans as they may be"
+    world.run_all()
+    assert all((other, 0) in worker.ends for other in others)
+
+
+def test_in_a_large_fleet_too_requests_go_where_their_prefix_is() -> None:
+    world, worker = simple_world(40)
+    prefix = list(range(1, 33))
+    worker.submit([*prefix, 40], 3)
+    world.run_all()
+    (home,) = (s for s, executor in world.executors.items() if executor.rows)
+    for i in range(30):
+        worker.submit([100 + i], 3)  # elsewhere
+    world.run_all()
+    for i in range(5):
+        worker.submit([*prefix, 50 + i], 3)
+        world.run_all()
+    ends = [worker.ends[(number, 0)] for number in list(worker.submits)[-5:]]
+    assert [end.cached_tokens for end in ends] == [32] * 5  # type: ignore[union-attr]
+    world.kill_executor(home)
+    again = worker.submit([*prefix, 60], 3)
+    world.run_all()
+    assert worker.ends[(again, 0)].cached_tokens == 0  # type: ignore[union-attr]
+
+
+def test_a_short_prefix_gathers_nobody_on_a_loaded_executor() -> None:
+    world, worker = simple_world(2, limits=step.Limits(400, 4, 64, 256))
+    prefix = list(range(1, 9))  # two blocks
+    worker.submit([*prefix, 9], 1)
+    world.run_all()
+    submit_all(world, worker, [([*prefix, 20 + i], 30, i) for i in range(32)])
+    for _ in range(4):
+        world.run_round()
+    loads = sorted(e.table.used for e in world.core.fleet.sessions.values())
+    assert sum(loads) == 32
+    assert loads[0] >= 8
+    world.run_all()
+    assert_reference(worker)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_anything_in_any_order_with_most_executors_not_asked(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (models, routing):
+        monkeypatch.setattr(module, "ASKED", 2)
+    monkeypatch.setattr(routing, "_MOST_OTHERS", 1)
+    driver = driver_of(seed)
+    for i in range(4):
+        limits = step.Limits(30, 4, 3 + i, 32)
+        driver.homes.append(SimExecutor(f"more{i}", 10 + i, driver.models["m"], limits, strict=True))
+        driver.world.add_executor(driver.homes[-1])
+    for _ in range(500):
+        driver.event()
+    driver.finish()
+    driver.check()
+
+
+def test_the_homes_of_prefixes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_homes, "_MOST_PREFIXES", 3)
+    homes = PrefixHomes()
+    for i in range(20):
+        homes.add(b"often", b"%d" % i)
+        homes.add(b"once %d" % i, b"0")
+    assert homes.of(b"often") == [b"%d" % i for i in range(12, 20)]
+    assert homes.of(b"once 19") == [b"0"]
+    assert homes.of(b"once 1") == []
+    homes.add(b"often", b"15")
+    assert homes.of(b"often")[-1] == b"15"
+    assert len(homes.of(b"often")) == 8
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 600_000])

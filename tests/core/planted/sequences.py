@@ -10,6 +10,7 @@ import numpy as np
 from protos.step import Admission
 from scheduler_svc.core import commit, planner, policy
 from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.fleet import Fleet
 from scheduler_svc.core.pipeline import PlanRecord, make_record
 from scheduler_svc.core.planner import Draft, Planner
 from scheduler_svc.core.queue import WaitingQueue
@@ -19,6 +20,7 @@ from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.slots import SlotTable
 from scheduler_svc.core.streams import Streams
 from scheduler_svc.core.tenants import Tenants
+from scheduler_svc.core.unanswered import Unanswered
 from tests.core.planted.registry import Patch, bug
 
 # -- slots and the pipeline ------------------------------------------------------------------------------------------
@@ -239,6 +241,16 @@ def an_end_is_told_twice(patch: Patch) -> None:
 @bug("beyond its credit|more tokens than the credit allows")
 def credit_is_ignored(patch: Patch) -> None:
     patch.setattr(policy, "within_credit", lambda executor, rows, workers, executors: (rows, {}))
+
+
+@bug("count as unanswered")
+def rows_of_who_ended_count_for_ever(patch: Patch) -> None:
+    patch.setattr(Unanswered, "ended", lambda self, executor: None)
+
+
+@bug("no turn looks at it|nothing moves|could (run|start) there")
+def an_answer_makes_no_room(patch: Patch) -> None:
+    patch.setattr(Fleet, "_open", lambda self, executor: executor.model.idle.pop(executor.session, None))
 
 
 @bug("tenants' streams")

@@ -24,6 +24,7 @@ HASH_BYTES = 16
 _ROOT_TAG = b"stepwire.root"
 _BLOCK_STATE = hashlib.blake2b(digest_size=HASH_BYTES, person=b"stepwire.block")
 _HASH = np.dtype(f"V{HASH_BYTES}")
+_SPLITTERS = [struct.Struct(f"{HASH_BYTES}s" * count).unpack for count in range(64)]  # numpy costs more for a few
 
 
 def root_hash(fingerprint: str, salt: str, block_size: int) -> bytes:
@@ -54,6 +55,9 @@ def extend_hashes(hashes: list[bytes], tokens: bytes, block_size: int) -> None:
 
 def split_hashes(hashes: bytes) -> list[bytes]:
     """One after the other, of 16 bytes each."""
+    count = len(hashes) // HASH_BYTES
+    if count < len(_SPLITTERS):
+        return list(_SPLITTERS[count](hashes))
     whole: list[bytes] = np.frombuffer(hashes, dtype=_HASH).tolist()
     return whole
 

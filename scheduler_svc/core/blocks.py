@@ -9,10 +9,12 @@ Every block is in exactly one of three states, and after every event ``free + ca
       +----------------- cached (refs == 0, in LRU order)
                            share (a prefix hit)
 
-Ids never yet used are handed out by a counter, and what is kept of a block is kept from then on, so a pool costs memory
-only for what it used (an executor states its size; the core does not believe it with its memory). Plain lists, not
-numpy: most calls are for one sequence's handful of blocks, where a vector operation costs more than the loop. No
-dictionary of all blocks either: when a large one grows it stops everything for milliseconds.
+Cached blocks wait for eviction in *links*: what one sequence gave up at one moment, in its order, so that a whole prefix
+is put there, found again or evicted at once. Ids never yet used are handed out by a counter, and what is kept of a block
+is kept from then on, so a pool costs memory only for what it used (an executor states its size; the core does not
+believe it with its memory). Plain lists, not numpy: most calls are for one sequence's handful of blocks, where a vector
+operation costs more than the loop. No dictionary of all blocks either: when a large one grows it stops everything for
+milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy.typing as npt
 
 from protos.wire import Int32
 
-_NO_BLOCK = -1
+_NO_LINK = -1
 
 
 class BlockPool:
@@ -34,12 +36,14 @@ class BlockPool:
         self.cached = 0
         self.found_in: list[object] = []  # of each block handed out at least once: where it is found (prefix_cache.py)
         self.on_evict: Callable[[list[int]], None] = nothing_to_forget
-        self._refs: list[int] = []  # of the same blocks
+        self._refs: list[int] = []  # of the same blocks: how many hold it; 0: free; below: `~link` that it waits in
         self._stack: list[int] = []  # free ones of them
-        # The cached ones as a list linked both ways, least recently used first.
+        # The links as a list linked both ways, least recently used first.
+        self._waiting: list[list[int]] = []  # by link: its blocks, evicted from the end on
         self._before: list[int] = []
         self._behind: list[int] = []
-        self._first = self._last = _NO_BLOCK
+        self._spare: list[int] = []  # links without blocks
+        self._first = self._last = _NO_LINK
 
     @property
     def free(self) -> int:
@@ -66,8 +70,6 @@ class BlockPool:
             if fresh:
                 blocks += range(len(refs), len(refs) + fresh)
                 refs += [1] * fresh
-                for column in (self._before, self._behind):
-                    column += [_NO_BLOCK] * fresh
                 self.found_in += [None] * fresh
             if missing > fresh:
                 blocks += self._evict(missing - fresh)
@@ -77,51 +79,49 @@ class BlockPool:
     def share(self, blocks: list[int]) -> None:
         """One more reference on each block of a prefix hit."""
         refs = self._refs
+        idle = [block for block in blocks if refs[block] < 0]
+        if idle:
+            self._withdraw(idle)
+            self.owned += len(idle)
         for block in blocks:
-            if refs[block] == 0:
-                self._unlink(block)
-                self.owned += 1
             refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
         """Drop one reference on each block of a sequence, given in sequence order (tails are evicted first)."""
-        refs, found_in, stack, before, behind = self._refs, self.found_in, self._stack, self._before, self._behind
-        if 0 in [refs[block] for block in blocks]:
-            raise RuntimeError("a block was released twice")
-        freed = cached = 0
-        last = self._last
-        for block in reversed(blocks):
+        refs, found_in = self._refs, self.found_in
+        mark = ~(self._spare[-1] if self._spare else len(self._waiting))  # the link that it will be
+        cached, free = [], []
+        for block in blocks:
             left = refs[block] - 1
-            refs[block] = left
             if left:
-                continue
-            if found_in[block] is None:
-                stack.append(block)
-                freed += 1
-                continue
-            cached += 1
-            before[block] = last
-            if last < 0:
-                self._first = block
+                if left < 0:
+                    raise RuntimeError("a block was released twice")
+                refs[block] = left
+            elif found_in[block] is None:
+                refs[block] = 0
+                free.append(block)
             else:
-                behind[last] = block
-            last = block
+                refs[block] = mark
+                cached.append(block)
+        self.owned -= len(cached) + len(free)
+        if free:
+            free.reverse()
+            self._stack += free
         if cached:
-            behind[last] = _NO_BLOCK
-            self._last = last
-            self.cached += cached
-        self.owned -= freed + cached
+            self._append(cached)
 
-    def forget(self, block: int) -> None:
-        """The prefix cache no longer finds this block."""
-        if self._refs[block] == 0:
-            self._unlink(block)
-            self._stack.append(block)
+    def forget(self, blocks: list[int]) -> None:
+        """The prefix cache no longer finds these."""
+        refs = self._refs
+        idle = [block for block in blocks if refs[block] < 0]
+        if idle:
+            self._withdraw(idle)
+            self._stack += idle
 
     def idle(self, blocks: list[int]) -> int:
         """How many of these nobody holds."""
         refs = self._refs
-        return [refs[block] for block in blocks].count(0)
+        return [refs[block] > 0 for block in blocks].count(False)
 
     def yields(self, blocks: list[int]) -> int:
         """How many blocks would truly come free if a sequence gave up these."""
@@ -133,7 +133,7 @@ class BlockPool:
     @property
     def refs(self) -> Int32:
         """[total] references on each block."""
-        return np.array(self._refs + [0] * (self.total - len(self._refs)), dtype=np.int32)
+        return np.array([max(refs, 0) for refs in self._refs] + [0] * (self.total - len(self._refs)), dtype=np.int32)
 
     @property
     def findable(self) -> npt.NDArray[np.bool_]:
@@ -144,10 +144,10 @@ class BlockPool:
 
     def lru(self) -> Iterator[int]:
         """The cached blocks, least recently used first."""
-        block = self._first
-        while block >= 0:
-            yield block
-            block = self._behind[block]
+        link = self._first
+        while link >= 0:
+            yield from reversed(self._waiting[link])
+            link = self._behind[link]
 
     def free_ids(self) -> Int32:
         """Every free id."""
@@ -155,8 +155,28 @@ class BlockPool:
 
     # -- the cached ones ---------------------------------------------------------------------------------------------
 
-    def _unlink(self, block: int) -> None:
-        before, behind = self._before[block], self._behind[block]
+    def _append(self, blocks: list[int]) -> None:
+        """A new last link, of these blocks."""
+        last = self._last
+        if self._spare:
+            link = self._spare.pop()
+            self._waiting[link] = blocks
+            self._before[link] = last
+        else:
+            link = len(self._waiting)
+            self._waiting.append(blocks)
+            self._before.append(last)
+            self._behind.append(_NO_LINK)
+        if last < 0:
+            self._first = link
+        else:
+            self._behind[last] = link
+        self._last = link
+        self.cached += len(blocks)
+
+    def _drop(self, link: int) -> None:
+        """A link of which no block is left."""
+        before, behind = self._before[link], self._behind[link]
         if before < 0:
             self._first = behind
         else:
@@ -165,21 +185,41 @@ class BlockPool:
             self._last = before
         else:
             self._before[behind] = before
-        self.cached -= 1
+        self._behind[link] = _NO_LINK
+        self._waiting[link] = []
+        self._spare.append(link)
+
+    def _withdraw(self, blocks: list[int]) -> None:
+        """Take cached blocks out of their links, whatever they are next to."""
+        links: dict[int, list[int]] = {}
+        for block in blocks:
+            links.setdefault(~self._refs[block], []).append(block)
+            self._refs[block] = 0
+        for link, gone in links.items():
+            waiting = self._waiting[link]
+            if waiting[: len(gone)] == gone:  # a prefix that is found again
+                del waiting[: len(gone)]
+            else:
+                out = set(gone)
+                self._waiting[link] = waiting = [block for block in waiting if block not in out]
+            if not waiting:
+                self._drop(link)
+        self.cached -= len(blocks)
 
     def _evict(self, count: int) -> list[int]:
         """The least recently used blocks, taken out of the prefix cache, each with one reference."""
-        refs, behind, block = self._refs, self._behind, self._first
-        blocks = []
-        for _ in range(count):
-            blocks.append(block)
+        refs = self._refs
+        blocks: list[int] = []
+        while len(blocks) < count:
+            link = self._first
+            waiting, missing = self._waiting[link], count - len(blocks)
+            blocks += waiting[: -missing - 1 : -1]
+            if len(waiting) <= missing:
+                self._drop(link)
+            else:
+                del waiting[-missing:]
+        for block in blocks:
             refs[block] = 1
-            block = behind[block]
-        self._first = block
-        if block < 0:
-            self._last = _NO_BLOCK
-        else:
-            self._before[block] = _NO_BLOCK
         self.cached -= count
         self.on_evict(blocks)
         return blocks

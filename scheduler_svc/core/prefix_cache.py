@@ -8,8 +8,10 @@ and the blocks after that by comparing tokens::
 
 A run is trusted for its content, never for its hash: a hit compares all the tokens, and the place that the run follows:
 the parent's identity (``uid``, which stands for the whole chain before it) and how many blocks of it. The first run of
-a chain compares the tenant's salt. Runs lose blocks from their ends (tails are evicted first) and never regain any. A
-block becomes findable only when the plan that filled it was answered (commit.py).
+a chain compares the tenant's salt. A run grows at its end while nothing else may follow there, so what a sequence
+computes after its prompt costs no hashes. Runs lose blocks from their ends (tails are evicted first) and never regain
+any: one that lost a block grows no more. A block becomes findable only when the plan that filled it was answered
+(commit.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ import msgspec
 import numpy as np
 
 from scheduler_svc.core.blocks import BlockPool, nothing_to_forget
+
+_MOST_GROWN = 2**18  # bytes of tokens, which are copied when a run grows
 
 
 class Run(msgspec.Struct, eq=False, gc=False):
@@ -30,6 +34,7 @@ class Run(msgspec.Struct, eq=False, gc=False):
     salt: str
     tokens: bytes  # raw int32; those of evicted blocks stay at its end
     blocks: list[int]
+    grows: bool = True  # it has lost no block, and nothing follows its last one
 
     def follows(self, place: Place | None, salt: str) -> bool:
         if place is None:
@@ -122,14 +127,21 @@ class PrefixCache:
         return Prefix(parts)
 
     def register(
-        self, digests: list[bytes], place: Place | None, salt: str, tokens: bytes, blocks: list[int]
+        self, digests: list[bytes], place: Place | None, salt: str, tokens: bytes, blocks: list[int], held: int = -1
     ) -> Place | None:
         """``blocks`` now hold ``tokens``, a block's each, one after the other and all behind ``place``. Returns the
         place behind the last content: where one was there before it stays (and its blocks are the ones found).
-        ``digests``: of each block, or the first one's if `needs_all` says no."""
+        ``digests``: of each block; the first one's if `needs_all` says no, none if `grows` says yes.
+        ``held``: the block that their sequence holds before them."""
         count, width = len(blocks), self._width
         if count != len(tokens) // width:
             raise ValueError(f"{count} blocks for {len(tokens)} bytes of tokens")
+        if place is not None and self.grows(place, held):
+            run = place[0]
+            self._place_in(run, blocks)
+            run.tokens += tokens
+            run.blocks += blocks
+            return run, place[1] + count
         at = 0
         if count and self.needs_all(place, digests[0]):
             parts = [place] if place is not None else []
@@ -141,21 +153,34 @@ class PrefixCache:
         if other is not None:
             self._drop(other)  # another chain under this hash, or one whose parent is gone: cannot be reached by us
         new = blocks[at:]
-        found_in = self._pool.found_in
-        parent, after = (place[0].uid, place[1]) if place is not None else (0, 0)
+        parent, after = 0, 0
+        if place is not None:
+            parent, after = place[0].uid, place[1]
+            place[0].grows = False
         run = Run(self._next_uid, digests[at], parent, after, salt, tokens[at * width :], new)
         self._next_uid += 1
+        self._place_in(run, new)
         self.by_hash[digests[at]] = run
-        for block in new:
-            if found_in[block] is not None:
-                raise RuntimeError(f"block {block} is already findable")
-            found_in[block] = run
-        self.blocks += count - at
         return run, count - at
+
+    def grows(self, place: Place, held: int) -> bool:
+        """Whether what comes behind ``place`` needs no hash, because its run takes it. Nothing may be there yet, and
+        who lets a run grow must hold all of it: else blocks could be evicted before those behind them."""
+        run = place[0]
+        blocks = run.blocks
+        return run.grows and place[1] == len(blocks) and blocks[-1] == held and len(run.tokens) < _MOST_GROWN
 
     def needs_all(self, place: Place | None, digest: bytes) -> bool:
         """May what comes behind ``place``, with a block of this hash, be there already?"""
         return digest in self.by_hash or (place is not None and place[1] < len(place[0].blocks))
+
+    def _place_in(self, run: Run, blocks: list[int]) -> None:
+        found_in = self._pool.found_in
+        for block in blocks:
+            if found_in[block] is not None:
+                raise RuntimeError(f"block {block} is already findable")
+            found_in[block] = run
+        self.blocks += len(blocks)
 
     def close(self) -> None:
         """Its pool is used no more: they let go of each other (garbage.py)."""
@@ -204,6 +229,7 @@ class PrefixCache:
             for block in taken:
                 found_in[block] = None
             del run.blocks[-len(taken) :]
+            run.grows = False
             if not run.blocks:
                 del self.by_hash[run.digest]
             at += len(taken)
@@ -212,10 +238,10 @@ class PrefixCache:
 
     def _drop(self, run: Run) -> None:
         """None of its blocks is found any more."""
-        blocks, run.blocks = run.blocks, []
+        blocks, run.blocks, run.grows = run.blocks, [], False
         for block in blocks:
             self._pool.found_in[block] = None
-            self._pool.forget(block)
+        self._pool.forget(blocks)
         del self.by_hash[run.digest]
         self.blocks -= len(blocks)
         self.dropped += len(blocks)

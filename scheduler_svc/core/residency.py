@@ -43,7 +43,7 @@ class Residency:
         found, dropped = sequence.found.get(cache, _NEVER_LOOKED)
         if dropped != cache.dropped:
             found = found.still_there()
-        if found.count < most and hashes[found.count] in cache.by_hash:
+        if found.count < most and cache.needs_all(found.end, hashes[found.count]):
             found = cache.extend(found, hashes, sequence.tokens(), sequence.salt, most)
         sequence.found[cache] = found, cache.dropped
         return found.first(most)
@@ -111,20 +111,19 @@ class Residency:
         tip = sequence.cache_tip
         if tip is not None and not is_there(tip):
             return  # the chain was cut by an eviction: what follows could not be found
-        hashes = sequence.hashes
+        hashes, cache, own = sequence.hashes, executor.cache, executor.table.blocks[sequence.slot]
+        held = own[start - 1]
         content = sequence.tokens_between(start * size, full * size)
-        if len(hashes) < full:
+        if len(hashes) < full and not (last and tip is not None and cache.grows(tip, held)):
             if not hashes:
                 return  # a prompt shorter than a block came without hashes: its chain has no root here
             beyond = content[4 * size * (len(hashes) - start) :]
             if last and start == len(hashes):
                 extend_hashes(hashes, beyond[: 4 * size], size)
-                beyond = beyond[4 * size :] if executor.cache.needs_all(tip, hashes[start]) else b""
+                beyond = beyond[4 * size :] if cache.needs_all(tip, hashes[start]) else b""
             if beyond:
                 extend_hashes(hashes, beyond, size)
-        blocks = executor.table.blocks[sequence.slot][start:full]
-        digests = hashes[start:full]
-        sequence.cache_tip = executor.cache.register(digests, tip, sequence.salt, content, blocks)
+        sequence.cache_tip = cache.register(hashes[start:full], tip, sequence.salt, content, own[start:full], held)
         sequence.cache_count = full
         if sequence.fills:
             self._announce(executor, sequence, full)

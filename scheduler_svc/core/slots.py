@@ -21,7 +21,7 @@ import heapq
 
 import numpy as np
 
-from protos.wire import Int32
+from protos.wire import LE_INT32, Int32
 from scheduler_svc.core.pipeline import Rows
 from scheduler_svc.core.sequence import Sequence
 
@@ -62,7 +62,7 @@ class SlotTable:
         self.num_ignore_eos = 0
         self.num_choices = 0  # slots whose choice is not 0
         # A row is cleared when its step comes. Not a power of two wide: a column would fall into one set of the cache.
-        self.recent = np.zeros((TAIL, max_slots // 32 * 32 + 48), dtype=np.int32)
+        self.recent = np.zeros((TAIL, max_slots // 32 * 32 + 48), dtype=LE_INT32)
         self.clock = 0  # steps in `recent`, ever
         self.moved = [0] * max_slots  # the clock, when the slot's tokens were last moved to its sequence
         self.sequences: list[Sequence | None] = [None] * max_slots
@@ -160,14 +160,16 @@ class SlotTable:
             return
         first, last = start % TAIL, end % TAIL
         if first < last:
-            column = self.recent[first:last, slot]
+            column = self.recent[first:last, slot].tobytes()
         else:
-            column = np.concatenate([self.recent[first:, slot], self.recent[:last, slot]])
-        if len(column) != count:
-            column = column[column >= 0]
-            if len(column) != count:
-                raise RuntimeError(f"slot {slot} had {count} tokens, {len(column)} are kept")
-        sequence.outputs += column.astype("<i4", copy=False).tobytes()
+            column = self.recent[first:, slot].tobytes() + self.recent[:last, slot].tobytes()
+        newest = column[-4 * count :]
+        if b"\xff" in newest[3::4]:  # -1: steps without a token of this slot, between those with one
+            tokens = np.frombuffer(column, dtype=LE_INT32)
+            newest = tokens[tokens >= 0].tobytes()
+        if len(newest) != 4 * count:
+            raise RuntimeError(f"slot {slot} had {count} tokens, {len(newest) // 4} are kept")
+        sequence.outputs += newest
         sequence.known += count
 
     def drop(self, slot: int) -> list[int]:

@@ -50,10 +50,15 @@ class StepAge:
         self._steps = 0
         self._worst: dict[int, float] = {}  # bit length of a step's tokens -> seconds
         self._proven: set[str] = set()
+        self._seen: SamplingParams | None = None  # of the newest admission, with what it uses
+        self._seen_features: frozenset[str] = frozenset()
         self._unproven: list[tuple[Sequence, int, frozenset[str]]] = []  # (sequence, its outputs when admitted, uses)
 
     def admitted(self, sequence: Sequence) -> None:
-        features = _features(_values(sequence.sampling))
+        sampling = sequence.sampling
+        if sampling != self._seen:
+            self._seen, self._seen_features = sampling, _features(_values(sampling))
+        features = self._seen_features
         if not features <= self._proven:
             self._unproven.append((sequence, sequence.num_outputs, features))
 

@@ -133,7 +133,7 @@ def test_runs_that_branch_and_shrink_are_found_exactly(seed: int) -> None:
             end = draw.randrange(at, len(hashes)) + 1
             for i in range(at, end):
                 content[blocks[i]] = raw[: 8 * (i + 1)]
-            place = cache.register(hashes[at:end], place, "", raw[8 * at : 8 * end], blocks[at:end])
+            place = cache.register(hashes[at:end], place, "", raw[8 * at : 8 * end], blocks[at:end], blocks[at - 1])
             at = end
         whole = cache.extend(NOTHING, hashes, raw, "", len(hashes))
         assert whole.count == len(hashes)

@@ -177,3 +177,9 @@ def a_block_is_shared_before_it_is_written(patch: Patch) -> None:
 
     patch.setattr(Residency, "admit", admit)
     patch.setattr(world, "check_all", lambda core: [])
+
+
+@bug("evicted before those behind it|the two indices|shared block .* holds")
+def a_run_grows_by_blocks_of_who_does_not_hold_it(patch: Patch) -> None:
+    true = PrefixCache.grows
+    patch.setattr(PrefixCache, "grows", lambda self, place, held: true(self, place, place[0].blocks[-1]))

@@ -20,17 +20,20 @@ from executor_svc.kernels.signature import Argument
 Step = Callable[[], None]
 
 
-class HostEvent:
-    """Everything is done when it is recorded; counts the waits."""
+class LateEvent:
+    """Of the slowest device there can be: what was asked of it is done once somebody waits for it, and no earlier."""
 
     def __init__(self, device: StandIn) -> None:
         self._device = device
+        self._after = 0  # calls at the last record
 
     def record(self) -> None:
-        pass
+        self._after = len(self._device.calls)
 
     def wait(self) -> None:
-        self._device.waits += 1
+        if self._after > self._device.done:
+            self._device.done = self._after
+            self._device.calls.append("wait")
 
 
 class StandIn:
@@ -39,10 +42,10 @@ class StandIn:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher: Launcher = _TapedLauncher(launcher, self)
         self.tape: list[Step] | None = None
-        self.launches: list[str] = []  # names, replays included
+        self.calls: list[str] = []  # in order: kernels' names, "replay" of a graph, and each "wait" that had to wait
+        self.done = 0  # calls
         self.pools: list[Any] = []  # of each capture
         self.replays = 0
-        self.waits = 0
         self.pinned_bytes = 0
         self.broken = False  # set by tests
 
@@ -53,7 +56,7 @@ class StandIn:
         return buffer
 
     def event(self) -> Event:
-        return HostEvent(self)
+        return LateEvent(self)
 
     def graph_pool(self) -> Any:
         return object()
@@ -71,6 +74,7 @@ class StandIn:
         @torch.inference_mode()
         def replay() -> None:
             self.replays += 1
+            self.calls.append("replay")
             for step in tape:
                 step()
 
@@ -100,12 +104,12 @@ class _TapedLauncher:
 
         def launch(grid: Dim, block: Dim, args: Sequence[Argument], smem: int = 0) -> None:
             def step() -> None:
-                self._owner.launches.append(name)
                 with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
                     run(grid, block, args, smem)
 
             if self._owner.tape is not None:
                 self._owner.tape.append(step)
+            self._owner.calls.append(name)
             step()
 
         return launch

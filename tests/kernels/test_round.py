@@ -125,6 +125,35 @@ def test_rounds_give_the_cpus_tokens(graphs: bool) -> None:
         assert pair.device.replays == (4 if graphs else 0)
 
 
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_step_is_asked_for_before_the_one_before_it_ended(graphs: bool) -> None:
+    """On a device that is always late: the host waits once a step, for the step before, with the whole forward of the
+    next one already asked for. So the device goes from step to step without the host. Depth 2: any plan is there by
+    then."""
+    pair = Pair(graphs)
+    if not isinstance(pair.device, StandIn):
+        pytest.skip("a real device is as late as it is: bench/decode.py measures its gaps")
+    samplings = [SAMPLINGS[0], SAMPLINGS[2], SAMPLINGS[3]]  # greedy; drawn, with logprobs; with penalties
+    admissions = [
+        pair.planner.admission(slot, [slot + 1, 2], [slot], sampling=sampling)
+        for slot, sampling in enumerate(samplings)
+    ]
+    pair.run(admitted=admissions, prefill=[(slot, 2) for slot in range(3)])
+    before = len(pair.device.calls)
+    steps = 7  # more than pinned buffers: one taken again is free
+    for _ in range(steps):
+        pair.run(decode=[0, 1, 2])
+    calls = pair.device.calls[before:]
+    sampling_kernels = ["adjust_logits", "sample_rows", "logprobs"]
+    first = calls.index("adjust_logits")
+    forward = calls[:first]
+    assert forward == ["replay"] if graphs else forward[0] == "gather_ids"
+    assert "wait" not in forward
+    assert calls == forward + sampling_kernels + (steps - 1) * [*forward, "wait", *sampling_kernels]
+    pair.results()
+    assert pair.device.calls[before:] == [*calls, "wait"]
+
+
 def _same_logprobs(mine: Any, right: Any) -> None:
     assert [(row.position, row.rank, row.top_ids) for row in mine] == [(r.position, r.rank, r.top_ids) for r in right]
     for row, expected in zip(mine, right, strict=True):

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from executor_svc.weights import sentencepiece
 from executor_svc.weights.errors import CheckpointError
-from executor_svc.weights.pre_tokenizers import STYLES
+from executor_svc.weights.pre_tokenizers import style_of
 from executor_svc.weights.sentencepiece import CONTROL, NORMAL, USER_DEFINED
 
 MODELS = ("gpt2", "llama")  # byte-level BPE, and SentencePiece BPE
@@ -60,10 +60,7 @@ def framed(bos: str, index: int, byte_level: bool) -> Any:
 def _byte_level(
     fields: Mapping[str, Any], tokens: list[str], types: list[int]
 ) -> tuple[Tokenizer, list[tuple[int, str]], bool]:
-    name = fields.get("tokenizer.ggml.pre")
-    if not isinstance(name, str) or name not in STYLES:
-        raise CheckpointError(f"gguf: pre-tokenizer {name!r} is not supported (supported: {list(STYLES)})")
-    style = STYLES[name]
+    style = style_of(fields.get("tokenizer.ggml.pre"), tokens)
     merges = [_pair(merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
     try:
         tokenizer = Tokenizer(

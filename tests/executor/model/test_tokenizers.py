@@ -6,11 +6,13 @@ import io
 import json
 import re
 import shutil
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import regex
 import sentencepiece
 from gguf import GGUFWriter
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -20,7 +22,7 @@ from executor_svc.weights.checkpoint import open_checkpoint
 from executor_svc.weights.errors import CheckpointError
 from executor_svc.weights.gguf_header import read_header
 from executor_svc.weights.gguf_tokenizer import build_tokenizer
-from executor_svc.weights.pre_tokenizers import STYLES
+from executor_svc.weights.pre_tokenizers import STYLES, style_of
 from scheduler_svc.api.text.detokenizer import Detokenizer
 from scheduler_svc.api.text.tokenizer import Tokenizer
 from tests.executor.model.texts import WORDS, texts
@@ -32,6 +34,14 @@ LLAMA3_SPLIT = "|".join(
         r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
     ]
 )  # fmt: skip
+
+GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS_BY_CASE = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+AFTER_WORDS = (r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+")
 
 
 def ours(assets: dict[str, bytes]) -> Tokenizer:
@@ -49,12 +59,13 @@ def decoded(tokenizer: Tokenizer, ids: list[int]) -> str:
     return "".join(detokenizer.push([i]) for i in ids) + detokenizer.flush()
 
 
+def isolated(pattern: str) -> Any:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+
+
 def split(pattern: str) -> Any:
     return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
+        [isolated(pattern), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
 
 
@@ -62,12 +73,29 @@ def byte_level(pre: str) -> Library:
     """A trained byte-level vocabulary with the pre-tokenizer as the original tokenizer's file spells it."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     own = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library = Library(models.BPE(ignore_merges=pre == "llama-bpe"))
+    library = Library(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     library.pre_tokenizer = {
         "gpt-2": own,
         "smollm": pre_tokenizers.Sequence([digits, own]),
         "llama-bpe": split(LLAMA3_SPLIT),
         "qwen2": split(LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")),
+        "dbrx": split(LLAMA3_SPLIT),
+        "smaug-bpe": split(LLAMA3_SPLIT),
+        "tekken": split("|".join([*WORDS_BY_CASE, r"\p{N}", *AFTER_WORDS])),
+        "gpt-4o": split("|".join([*(word + CONTRACTION + "?" for word in WORDS_BY_CASE), r"\p{N}{1,3}", *AFTER_WORDS])),
+        "deepseek-coder": pre_tokenizers.Sequence(
+            [
+                *map(isolated, [r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-퟿]+"]),
+                digits,
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
+        "default": pre_tokenizers.Sequence(
+            [
+                *map(isolated, [r"[\p{P}\$\+<=>\^~\|]+", GPT2_SPLIT, r"\p{N}+", "[0-9][0-9][0-9]"]),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        ),
     }[pre]
     if pre == "qwen2":
         library.normalizer = normalizers.NFC()
@@ -110,16 +138,70 @@ def gguf_of(library: Library, pre: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "llama-bpe", "qwen2"])
+@pytest.mark.parametrize(
+    "pre",
+    [
+        "gpt-2", "smollm", "llama-bpe", "qwen2", "dbrx", "smaug-bpe", "tekken", "gpt-4o", "deepseek-coder", "default",
+    ],
+)  # fmt: skip
 def test_byte_level_vocabularies_through_gguf(pre: str, tmp_path: Path) -> None:
     library = byte_level(pre)
     tokenizer = ours(gguf_assets(tmp_path / "a.gguf", gguf_of(library, pre, bos_token_id=1)))
     sample = texts(1200, seed=1, special=(*SPECIAL, "<tool é>"))
     assert_same(tokenizer, lambda text: list(library.encode(text, add_special_tokens=False).ids), sample)
-    assert tokenizer.encode("a", bos=True)[:-1] == ([1] if pre == "llama-bpe" else [])
+    assert tokenizer.encode("a", bos=True)[:-1] == ([1] if pre in ("llama-bpe", "smaug-bpe", "tekken") else [])
     for text in sample[:300]:
         if pre != "qwen2" and not any(special in text for special in SPECIAL):
             assert decoded(tokenizer, tokenizer.encode(text, bos=False)) == text
+
+
+@pytest.mark.parametrize("pre", [*STYLES, "default"])
+def test_pre_tokenizers_cut_as_another_regex_library_does(pre: str) -> None:
+    """The rule's patterns one after the other, what lies between matches being a piece too."""
+    style = style_of(pre, [])
+    patterns = [*style.splits, *[r"\p{N}"] * style.digits, *[GPT2_SPLIT] * style.gpt2]
+    cut = style.pre_tokenizer()
+    # Of what Unicode got after this Python, the two libraries need not know the same.
+    sample = [text for text in texts(1600, seed=11) if all(unicodedata.category(char) != "Cn" for char in text)]
+    assert len(sample) > 1000
+    for text in sample:
+        pieces = [text]
+        for pattern in patterns:
+            # The library's split gives what was captured, the matches, and what lies between.
+            pieces = [part for piece in pieces for part in regex.split(f"({pattern})", piece) if part]
+        assert [text[start:end] for _, (start, end) in cut.pre_tokenize_str(text)] == pieces, text
+
+
+def test_the_letters_of_deepseek_llm_are_the_cased_ones_of_its_day() -> None:
+    pattern = regex.compile(STYLES["deepseek-llm"].splits[1].removeprefix(r"\s?"))
+    letters = [char for char in map(chr, range(0x110000)) if pattern.fullmatch(char)]
+    assert len(letters) == 2729
+    assert {unicodedata.category(char) for char in letters} == {"Lu", "Ll", "Lt"}
+    cut = STYLES["deepseek-llm"].pre_tokenizer()
+    for text, pieces in (
+        ("Hello world, 2024!\n  x ", ["Hello", " world", ",", " ", "2", "0", "2", "4", "!", "\n", " ", " x", " "]),
+        ("我想在apple工作1314天～ ", ["我想在", "apple", "工作", "1", "3", "1", "4", "天", "～", " "]),
+        ("ա ა हिन्दी  ", ["ա ", "ა", " ", "हिन्दी", "  "]),  # these are no letters to it
+    ):
+        assert [text[start:end] for _, (start, end) in cut.pre_tokenize_str(text)] == pieces
+
+
+@pytest.mark.parametrize("stated", [{}, {"pre": "default"}])
+def test_old_files_by_their_vocabulary(stated: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    for text, index, name in (
+        ("<|begin_of_text|>", 128000, "llama-bpe"), ("<|im_start|>", 151644, "qwen2"),
+        ("<｜begin▁of▁sentence｜>", 32013, "deepseek-coder"), ("<｜begin▁of▁sentence｜>", 100000, "deepseek-llm"),
+    ):  # fmt: skip
+        tokens = [""] * index + [text]
+        assert style_of(stated.get("pre"), tokens) is STYLES[name]
+        assert style_of("gpt-2", tokens) is STYLES["gpt-2"]  # what is stated counts
+        tokens[index] = "x"
+        if stated:
+            style_of("default", tokens)
+            assert "did not know" in caplog.text
+        else:
+            with pytest.raises(CheckpointError, match="pre-tokenizer None is not supported"):
+                style_of(None, tokens)
 
 
 @pytest.mark.parametrize("pre", STYLES)
@@ -275,8 +357,8 @@ def test_the_real_model(real_model: Path) -> None:
     [
         ({"model": "t5"}, "tokenizer model 't5'"),
         ({"model": "rwkv"}, "tokenizer model 'rwkv'"),
-        ({"pre": "default"}, "pre-tokenizer 'default'"),
-        ({"pre": "smaug-bpe"}, "pre-tokenizer 'smaug-bpe'"),
+        ({"pre": "falcon"}, "pre-tokenizer 'falcon'"),
+        ({"pre": "Default"}, "pre-tokenizer 'Default'"),
         ({"pre": ["gpt-2"]}, "pre-tokenizer ['gpt-2']"),
         ({"tokens": ["a"] * 904}, "1 different tokens"),
         ({"token_type": [1]}, "token_type"),

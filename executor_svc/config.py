@@ -12,6 +12,7 @@ from executor_svc import logs
 from executor_svc.homing import REHOME_AFTER
 from executor_svc.kv_memory import parse_size
 from executor_svc.weights.hub import is_hub_id
+from protos.link_address import check_link_address
 from protos.link_keys import LinkKeys
 
 NULL_PREFIX = "null:"
@@ -52,7 +53,9 @@ class ExecutorConfig:
 def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     """Exits with status 2 and one line for what is wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m executor_svc", description="Run a model's forward passes for a Stepwire scheduler."
+        prog="python -m executor_svc",
+        usage="%(prog)s --model MODEL --scheduler tcp://HOST:PORT [OPTION ...]",
+        description="Run a model's forward passes for a Stepwire scheduler.",
     )
     add = parser.add_argument
     add("--model", required=True, metavar="MODEL", help=_MODEL_HELP)
@@ -124,8 +127,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ExecutorConfig:
     from executor_svc.link_security import link_keys
 
     for scheduler in args.scheduler:
-        if not scheduler.startswith(("tcp://", "ipc://")):
-            parser.error(f"--scheduler {scheduler}: an address looks like tcp://HOST:PORT")
+        try:
+            check_link_address("--scheduler", scheduler)
+        except ValueError as error:
+            parser.error(str(error))
     if not 1 <= len(args.executor_name) <= 256:
         parser.error("--executor-name: 1 to 256 characters")
     if args.name is not None and not 1 <= len(args.name) <= 256:

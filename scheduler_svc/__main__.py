@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from protos.link_address import check_link_address
 from scheduler_svc import logs
 from scheduler_svc.child import Child, Watch
 from scheduler_svc.supervisor import Patience, Supervisor
@@ -191,6 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         waits = patience(args)
         check_free("--listen", args.listen)
+        check_link_address("--executors", args.executors)
         if args.admin:
             check_free("--admin", args.admin)
         if args.metrics:

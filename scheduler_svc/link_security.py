@@ -13,6 +13,7 @@ from types import TracebackType
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from protos.link_address import check_link_address
 from protos.link_keys import derive
 
 ZAP_DOMAIN = "stepwire-executors"
@@ -39,7 +40,8 @@ def is_local(address: str) -> bool:
 
 
 def require_secure(address: str, secret: bytes | None) -> None:
-    """Raise InsecureAddress unless `address` is local or there is a secret."""
+    """Raise InsecureAddress unless `address` is local or there is a secret, ValueError where it is none."""
+    check_link_address("--listen", address)
     if not secret and not is_local(address):
         raise InsecureAddress(
             f"{address} can be reached from other machines: give --link-secret-file, or listen on tcp://127.0.0.1:PORT"

@@ -79,7 +79,8 @@ def test_cuda_without_a_gpu_is_one_clear_line(
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        (["--scheduler", "127.0.0.1:1"], "an address looks like"),
+        (["--scheduler", "127.0.0.1:1"], "--scheduler 127.0.0.1:1: must be tcp://HOST:PORT"),
+        (["--scheduler", "tcp://127.0.0.1:65537"], "with a port of at most 65535"),
         (["--scheduler", "tcp://10.0.0.1:1"], "--link-secret-file"),
         (["--model", "null:2"], "vocabulary of 3"),
         (["--model", "/no/such/model"], "no such file"),

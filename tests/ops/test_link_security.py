@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 
 import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from protos.link_address import check_link_address
 from protos.link_keys import LinkKeys, derive
 from scheduler_svc.link_security import InsecureAddress, apply_server, is_local, require_secure
 
@@ -114,3 +116,19 @@ def test_other_addresses_do(address: str) -> None:
         with pytest.raises(InsecureAddress, match="--link-secret-file") as caught:
             require_secure(address, secret)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://127.0.0.1:5600", "tcp://[::1]:0", "tcp://*:*", "ipc:///run/s", "inproc://x"]
+)
+def test_addresses_of_the_link(address: str) -> None:
+    check_link_address("--executors", address)
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["127.0.0.1:5600", "tcp://127.0.0.1", "tcp://:5600", "tcp://h:65536", "tcp://h:-1", "udp://h:1", "ipc://", ""],
+)
+def test_what_is_no_address_is_refused_by_name(address: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--executors {address}: must be tcp://HOST:PORT")):
+        check_link_address("--executors", address)

@@ -113,6 +113,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         (["--listen", "nonsense"], "--listen nonsense: must be HOST:PORT, with a port of at most 65535"),
         (["--listen", "127.0.0.1:99999"], "--listen 127.0.0.1:99999: must be HOST:PORT, with a port of at most 65535"),
         (["--api-workers", "0"], "argument --api-workers: 0: 1 to 64"),
+        (
+            ["--executors", "127.0.0.1:1"],
+            "--executors 127.0.0.1:1: must be tcp://HOST:PORT, with a port of at most 65535",
+        ),
         (["--metrics", "9000"], "--metrics 9000: must be HOST:PORT, with a port of at most 65535"),
         (["--drain-limit", "soon"], "--drain-limit soon: must be a number of seconds"),
         (["--run-dir", "/proc/none"], "--run-dir /proc/none: No such file or directory"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 from dataclasses import dataclass
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from executor_svc.kernels.build import SOURCE_DIR
 from executor_svc.kernels.experts import ExpertKernels, ExpertShape, Routing
 from executor_svc.kernels.launch import Launcher
 from executor_svc.kernels.table import EXPERT_TILES
 from tests.kernels import references
 from tests.kernels.backends import make_launcher
+from tests.kernels.ptx.errors import PtxError
+from tests.kernels.ptx.launcher import PtxLauncher
+from tests.kernels.ptx.stats import Access, Stats
 
 pytestmark = pytest.mark.nvrtc
 
@@ -159,12 +164,12 @@ SIZES = [(1, 16), (40, 16), (110, 64), (200, 128)]
 USUAL: list[tuple[Any, ...]] = [
     (1, BF16, {"hidden": 264, "intermediate": 40}),  # several stages of the depth
     (3, F16, {"hidden": 8, "intermediate": 8}),
-    (40, BF16, {"experts": 60, "per_token": 4}),
+    (12, BF16, {"experts": 20, "per_token": 4}),
     (50, BF16, {"experts": 4, "per_token": 1}),
     (100, F16, {"experts": 2, "per_token": 1, "hidden": 200}),
     (100, BF16, {"experts": 3, "per_token": 2, "normalize": False}),
     (1, F32, {}),
-    (20, F32, {"experts": 3, "per_token": 3, "normalize": False}),
+    (9, F32, {"experts": 3, "per_token": 3, "normalize": False}),
 ]
 
 
@@ -212,8 +217,8 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
         assert torch.equal(out, whole[list(rows)])
 
 
-def test_experts_beyond_31_bits() -> None:
-    """An expert whose matrices begin past 2**31 elements. Pages that nobody touches cost no memory."""
+def _far_error(launcher: Launcher) -> float:
+    """Of an expert whose matrices begin past 2**31 elements. Pages that nobody touches cost no memory."""
     hidden, intermediate, experts = 1024, 1088, 2048
     last = experts - 1
     assert last * hidden * intermediate > 1 << 31
@@ -226,6 +231,134 @@ def test_experts_beyond_31_bits() -> None:
     x = torch.randn(1, hidden, generator=generator).to(BF16)
     pairs, tiles = torch.zeros(1, dtype=torch.int32), torch.tensor([[last, 0, 1, 0]], dtype=torch.int32)
     routing = Routing(torch.full((1, 1), last, dtype=torch.int32), torch.ones(1, 1), pairs, tiles, 16)
-    out = ExpertKernels(make_launcher(check_races=False), shape).apply(x, routing, gate_up, down)
-    expected = references.experts(x, torch.zeros(1, 1, dtype=torch.int64), routing.weights, gate_up[last:], down[last:])
-    assert float((out.double() - expected).abs().max() / expected.abs().max()) < TOLERANCE[BF16]
+    out = ExpertKernels(launcher, shape).apply(x, routing, gate_up, down)
+    first = torch.zeros(1, 1, dtype=torch.int64)
+    expected = references.experts(x, first, routing.weights, gate_up[last:], down[last:])
+    return float((out.double() - expected).abs().max() / expected.abs().max())
+
+
+def test_experts_beyond_31_bits() -> None:
+    assert _far_error(make_launcher(check_races=False)) < TOLERANCE[BF16]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"), [("gate_up", "(int64_t)tile.expert * 2 * width"), ("down", "(int64_t)tile.expert * width")]
+)
+def test_offsets_of_32_bits_are_found(file: str, text: str) -> None:
+    overrides = _plant("expert_products.cu", text, text.replace("(int64_t)", ""))
+    error = float("inf")
+    with contextlib.suppress(PtxError):  # an address that happens to exist gives a wrong result
+        error = _far_error(PtxLauncher(check_races=False, overrides=overrides))
+    assert error > 2 * TOLERANCE[BF16]
+
+
+def _matching(stats: Stats, text: str, space: str) -> list[Access]:
+    found = [access for access in stats.accesses.values() if text in access.where and access.space == space]
+    assert found, text
+    return found
+
+
+@pytest.mark.parametrize(("tokens", "tile_rows"), [(12, 16), (48, 64), (150, 128)])
+def test_what_is_read(tokens: int, tile_rows: int) -> None:
+    """Matrices of experts that nobody chose: nothing. Of the others: each byte once for every tile of rows, in whole
+    sectors, with no bank conflict on the way into shared memory or out of it."""
+    hidden, intermediate, experts = 128, 64, 6
+    case = make_case(tokens, BF16, hidden, intermediate, experts, 2, chosen=3)
+    launcher = PtxLauncher(check_races=False, collect=True)
+    out, routing = case.run(launcher)
+    assert case.error(out, routing) < TOLERANCE[BF16]
+    assert routing.tile_rows == tile_rows
+    used = routing.ids.flatten().bincount(minlength=experts)
+    assert used[:3].eq(0).all()
+    tiles = int((-(-used // tile_rows)).sum())
+    pairs, columns = 2 * tokens, 64 if tile_rows == 16 else 128
+    for name, matrix, rows, depth in (
+        ("expert_gate_up", 2, 2 * intermediate, hidden),
+        ("expert_down", 2, hidden, intermediate),
+    ):
+        stats = launcher.stats[f"{name}<bf16, {tile_rows}>"]
+        assert stats.loaded[matrix] == tiles * rows * depth * 2
+        assert stats.loaded[1] == pairs * depth * 2 * -(-rows // columns)
+        for text, space in (("cp.async.cg", "global"), ("cp.async.cg", "shared"), ("ldmatrix", "shared")):
+            assert all(access.factor == 1.0 for access in _matching(stats, text, space)), (name, text)
+    router = launcher.stats["router_logits<bf16>"]
+    assert router.loaded[2] == -(-tokens // 8) * experts * hidden * 4
+    for stats in (router, launcher.stats["combine_experts<bf16>"]):
+        assert all(a.factor == 1.0 for a in _matching(stats, ".v", "global"))  # vectors of 8 and 16 bytes
+
+
+IN_FLIGHT = r"before it is written|data race in shared"
+WRONG = "wrong"  # no check fires: the comparison with float64 fails
+
+
+@dataclass(frozen=True)
+class Bug:
+    what: str
+    file: str
+    text: str
+    replacement: str
+    found: str  # a pattern of the interpreter's message, or WRONG
+    dtype: torch.dtype = BF16
+
+
+BUGS = [
+    Bug("a wait one group short", "expert_products.cu", "wait<S::STAGES - 2>", "wait<S::STAGES - 1>", IN_FLIGHT),
+    Bug("no barrier before a tile is read", "expert_products.cu", "__syncthreads();  // this", "// this", IN_FLIGHT),
+    Bug("rows past a tile's end", "expert_products.cu", "r < tile.rows ? pairs", "true ? pairs", "out of bounds"),
+    Bug(
+        "rows past a tile's end written", "expert_products.cu", "if (row >= tile.rows) continue;\n      T* to = hidden",
+        "T* to = hidden", "data race in global|out of bounds",
+    ),
+    Bug("the wrong half", "expert_products.cu", "*gate = acc[m][n] +", "*gate = acc[m][n + S::NT / 2] +", WRONG),
+    Bug("halves of a fragment exchanged", "expert_products.cu", "a[m], b[0], b[1]", "a[m], b[1], b[0]", WRONG),
+    Bug("gate and up exchanged", "expert_tiles.cuh", "? column : width + column", "? width + column : column", WRONG),
+    Bug("elements past the depth", "expert_tiles.cuh", "&& k + c < depth", "", "out of bounds|wrong"),
+    Bug("rows past the matrix", "expert_tiles.cuh", "first + r < end ? first + r : -1", "first + r", "out of bounds"),
+    Bug("places instead of pairs", "expert_products.cu", "pairs[tile.first + row] *", "(tile.first + row) *", WRONG),
+    Bug("a stage overwritten too early", "expert_products_f32.cu", "__syncthreads();  // all", "//", IN_FLIGHT, F32),
+    Bug("a tile not waited for", "expert_products_f32.cu", "cp_async_wait<1>();", "", IN_FLIGHT, F32),
+    Bug(
+        "counted before the counters are zero", "route_experts.cu", "__syncthreads();  // the ids are here, too", "",
+        "data race in|before it is written",
+    ),
+    Bug("the last rows forgotten", "route_experts.cu", "(rows + tile_rows - 1) / tile_rows", "rows / tile_rows", WRONG),
+    Bug("an expert chosen twice", "route_experts.cu", "last.before(other) && ", "", WRONG),
+    Bug("another rank's weight", "combine_experts.cu", "weights[pair + rank]", "weights[pair]", WRONG),
+]  # fmt: skip
+
+
+def _plant(file: str, text: str, replacement: str) -> dict[str, str]:
+    source = (SOURCE_DIR / file).read_text()
+    assert text in source, f"{file} has changed: {text!r} is not there"
+    return {file: source.replace(text, replacement)}
+
+
+def _error(overrides: dict[str, str], dtype: torch.dtype) -> float:
+    """Of tokens that go to three of eight experts: full and partial tiles; no size fits a tile."""
+    case = make_case(24, dtype, 136, 40, chosen=3)
+    out, routing = case.run(PtxLauncher(overrides=overrides))
+    assert routing.tile_rows == 16
+    weights, ids = references.route(case.x, case.router, 2, True)
+    if not torch.equal(routing.ids.long(), ids):
+        return float("inf")
+    return max(case.error(out, routing), float((routing.weights - weights).abs().max()))
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
+def test_planted_bugs_are_found(bug: Bug) -> None:
+    message, error = "", 0.0
+    try:
+        error = _error(_plant(bug.file, bug.text, bug.replacement), bug.dtype)
+    except PtxError as caught:
+        message = str(caught)
+    if message:
+        assert re.search(bug.found, message), message
+        assert re.search(r"\.cuh?:\d+", message), message  # with its line
+    else:
+        assert WRONG in bug.found
+        assert error > 2 * TOLERANCE[bug.dtype]
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_the_same_tokens_without_a_bug(dtype: torch.dtype) -> None:
+    assert _error({}, dtype) < TOLERANCE[dtype]

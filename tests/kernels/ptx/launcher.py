@@ -81,9 +81,14 @@ class PtxLauncher:
 
     def kernel(self, name: str) -> Launch:
         declared = find_kernel(name)
-        kernel, actions = load_kernel(declared, self._overrides) if self._overrides else _load(name)
+
+        @cache
+        def load() -> tuple[Kernel, list[Action]]:  # at the first launch: few kernels that are asked for run
+            concerned = any(file == declared.source or file.endswith(".cuh") for file in self._overrides)
+            return load_kernel(declared, self._overrides) if concerned else _load(name)
 
         def run(grid: Dim, block: Dim, args: Sequence[Argument], smem: int = 0) -> None:
+            kernel, actions = load()
             check_launch(declared, grid, block, args, smem, self.device)
             stats = self.stats.setdefault(name, Stats()) if self._collect else None
             launch(kernel, actions, declared, grid, block, args, smem, self._check_races, stats)

@@ -1,12 +1,13 @@
 """Attention kernels on a GPU, as shares of what the same device reaches in the same run.
 
-usage: python -m bench.kernels [--seconds 0.3] [--json FILE]
+usage: python -m bench.kernels [--seconds 0.3] [--flex-seconds 120] [--json FILE]
 
 Decode is measured in bytes of KV read, beside the faster of a read stream and a device-to-device copy (its bytes read
 and written); prefill in multiply-adds, beside a bf16 matrix product. Both stand beside torch's
-scaled_dot_product_attention and compiled FlexAttention over as many keys and values, contiguous (they do not page).
-Times are medians of CUDA events, launch included; the L2 cache is flushed before each decode. Without a GPU it ends
-with one line.
+scaled_dot_product_attention and compiled FlexAttention over the same keys and values, laid out contiguously (they do
+not page); the difference of our output from torch's is a figure, too. Times are medians of CUDA events around the
+launches, which the device finds in its queue: it is kept busy while the host makes them. The L2 cache is flushed before
+each decode. Without a GPU it ends with one line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,12 +26,14 @@ import torch.nn.functional as F
 
 from executor_svc.backends.cuda.ops import BLOCKS_PER_MULTIPROCESSOR
 from executor_svc.kernels.attention import AttentionShape, DevicePlan, PagedAttention
-from executor_svc.kernels.launch import CupyLauncher
+from executor_svc.kernels.launch import CupyLauncher, Launcher
 from executor_svc.kernels.plan import plan_attention
 
 BLOCK_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
 COPY_BYTES = 1 << 30
 FLUSH_BYTES = 256 << 20  # beyond any L2
+BUSY_CYCLES = 1_000_000  # of the device: half a millisecond, longer than the host takes for any of these launches
+MOST_CALLS = 200  # of one measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +79,8 @@ def prefill_workloads() -> Iterator[Workload]:
 class PagedCase:
     """A workload's tensors on the device, and its launches."""
 
-    def __init__(self, launcher: CupyLauncher, work: Workload) -> None:
-        rows = len(work.past)
+    def __init__(self, launcher: Launcher, work: Workload) -> None:
+        self._work, rows, where = work, len(work.past), launcher.device
         past, new = np.array(work.past, np.int32), np.array(work.new, np.int32)
         blocks = -(-(past + new) // BLOCK_SIZE)
         order = np.random.default_rng(1).permutation(int(blocks.sum())).astype(np.int32)
@@ -91,40 +95,65 @@ class PagedCase:
             starts, new, past, group=work.group, kv_heads=KV_HEADS, window=0, tile_rows=self._shape.tile_rows,
             target_blocks=BLOCKS_PER_MULTIPROCESSOR * launcher.num_multiprocessors,
         )  # fmt: skip
-        self._items = DevicePlan(*(torch.from_numpy(part).cuda() for part in (plan.decode, plan.prefill, plan.merges)))
+        self._items = DevicePlan(
+            *(torch.from_numpy(part).to(where) for part in (plan.decode, plan.prefill, plan.merges))
+        )
         size = (len(order), KV_HEADS, BLOCK_SIZE, HEAD_DIM)
-        self._keys, self._values = (torch.randn(size, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-        self._tables = torch.from_numpy(tables).cuda()
-        self._q = torch.randn(int(starts[-1]), q_heads * HEAD_DIM, dtype=torch.bfloat16, device="cuda")
+        self._keys, self._values = (torch.randn(size, dtype=torch.bfloat16, device=where) for _ in "kv")
+        self._tables = torch.from_numpy(tables).to(where)
+        self._q = torch.randn(int(starts[-1]), q_heads * HEAD_DIM, dtype=torch.bfloat16, device=where)
         self._out = torch.empty_like(self._q)
         slots = max(plan.num_slots, 1) * KV_HEADS * 16
-        self._workspace = (torch.empty(slots * HEAD_DIM, device="cuda"), torch.empty(slots, device="cuda"))
+        self._workspace = (torch.empty(slots * HEAD_DIM, device=where), torch.empty(slots, device=where))
         self._attention = PagedAttention(launcher, self._shape)
 
     def run(self) -> None:
         self._attention(self._out, self._q, self._keys, self._values, self._tables, self._items, self._workspace)
 
+    def contiguous(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The same queries, keys and values as [batch, heads, tokens, D]; None for rows of several lengths."""
+        work, rows = self._work, len(self._work.past)
+        if len(set(work.past)) > 1 or len(set(work.new)) > 1:
+            return None
+        q = self._q.view(rows, work.new[0], -1, HEAD_DIM).transpose(1, 2).contiguous()
+        length = work.past[0] + work.new[0]
 
-def contiguous_attention(work: Workload) -> Callable[[], Any] | None:
-    """torch's attention over rows of one length; None for skewed workloads and chunks, which it cannot batch."""
-    if len(set(work.past)) > 1 or (work.new[0] > 1 and work.past[0] > 0):
+        def gathered(cache: torch.Tensor) -> torch.Tensor:
+            pages = cache[self._tables.long()]  # [rows, blocks, heads, block, D]
+            return pages.transpose(1, 2).reshape(rows, KV_HEADS, -1, HEAD_DIM)[:, :, :length].contiguous()
+
+        return q, gathered(self._keys), gathered(self._values)
+
+    def error(self, other: torch.Tensor) -> float:
+        """Of the last run against ``other`` [batch, heads, tokens, D]: largest difference over largest value."""
+        other = other.transpose(1, 2).reshape(self._out.shape).float()
+        return float((self._out.float() - other).abs().max() / other.abs().max())
+
+
+def torch_attention(case: PagedCase, work: Workload) -> Callable[[], torch.Tensor] | None:
+    """torch's attention over rows of one length; None for skewed workloads, which it cannot batch."""
+    found = case.contiguous()
+    if found is None:
         return None
-    batch, length = len(work.past), work.past[0] + work.new[0]
-    q = torch.randn(batch, KV_HEADS * work.group, work.new[0], HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    k, v = (torch.randn(batch, KV_HEADS, length, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in "kv")
-    causal = work.new[0] > 1
-    return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    q, k, v = found
+    new, total = work.new[0], work.past[0] + work.new[0]
+    mask = None
+    if 1 < new < total:
+        from torch.nn.attention.bias import causal_lower_right
+
+        mask = causal_lower_right(new, total)
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < new == total, enable_gqa=True)
 
 
-def flex_attention(work: Workload) -> Callable[[], Any] | None:
+def flex_attention(case: PagedCase, work: Workload) -> Callable[[], torch.Tensor] | None:
     """torch's FlexAttention, compiled, over rows of one length; None for skewed workloads."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    if len(set(work.past)) > 1:
+    found = case.contiguous()
+    if found is None:
         return None
-    batch, past, new = len(work.past), work.past[0], work.new[0]
-    q = torch.randn(batch, KV_HEADS * work.group, new, HEAD_DIM, dtype=torch.bfloat16, device="cuda")
-    k, v = (torch.randn(batch, KV_HEADS, past + new, HEAD_DIM, dtype=torch.bfloat16, device="cuda") for _ in "kv")
+    q, k, v = found
+    past, new = work.past[0], work.new[0]
 
     def visible(b: Any, h: Any, query: Any, key: Any) -> Any:
         return query + past >= key
@@ -132,16 +161,20 @@ def flex_attention(work: Workload) -> Callable[[], Any] | None:
     mask = None
     if new > 1:
         mask = create_block_mask(visible, None, None, new, past + new, device="cuda")
-    compiled = torch.compile(flex_attention, dynamic=False)
+    torch._dynamo.reset()  # beyond a few shapes it would stop compiling, and run something else without a word
+    compiled = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     return lambda: compiled(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 def median_seconds(run: Callable[[], Any], seconds: float, flush: torch.Tensor | None = None) -> float:
-    """Median time of one call on the device, over about ``seconds``; at least five calls, after three to warm up."""
+    """Median time of one call on the device, over about ``seconds`` of the clock; at least five calls, after three to
+    warm up."""
     times: list[float] = []
-    for index in range(100_000):
+    begun = time.monotonic()
+    for index in range(3 + MOST_CALLS):
         if flush is not None:
             flush.zero_()
+        torch.cuda._sleep(BUSY_CYCLES)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -149,7 +182,9 @@ def median_seconds(run: Callable[[], Any], seconds: float, flush: torch.Tensor |
         end.synchronize()
         if index >= 3:
             times.append(start.elapsed_time(end) / 1e3)
-        if len(times) >= 5 and sum(times) >= seconds:
+        else:
+            begun = time.monotonic()
+        if len(times) >= 5 and time.monotonic() - begun >= seconds:
             break
     return statistics.median(times)
 
@@ -173,70 +208,108 @@ def product_rate(seconds: float) -> float:
     return 2 * 8192**3 / median_seconds(lambda: left @ right, seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
     name: str
     microseconds: float
     rate: float  # GB/s or TFLOP/s
     share: float  # of the stream or the matrix product
-    torch_microseconds: float | None
-    flex_microseconds: float | None
+    torch_microseconds: float | None = None
+    torch_difference: float | None = None  # of our output from torch's, see PagedCase.error
+    flex_microseconds: float | None = None
+
+    def line(self) -> str:
+        others = (("sdpa", self.torch_microseconds), ("flex", self.flex_microseconds))
+        beside = "".join(f"  {name} {value:9.1f} us" for name, value in others if value is not None)
+        unit = "GB/s" if self.name.startswith("decode") else "TFLOP/s"
+        return f"{self.name:44} {self.microseconds:9.1f} us {self.rate:7.0f} {unit} {self.share:6.1%}{beside}"
 
 
-def _measure(launcher: CupyLauncher, work: Workload, seconds: float, peak: float, flush: torch.Tensor | None) -> Result:
-    """``peak`` in bytes/s (with ``flush``: decode) or multiply-adds times two a second."""
-    case = PagedCase(launcher, work)
-    ours = median_seconds(case.run, seconds, flush)
-    del case
-    theirs = [_other(make, work, seconds, flush) for make in (contiguous_attention, flex_attention)]
-    rate = (work.kv_bytes if flush is not None else work.flops) / ours
-    return Result(work.name, ours * 1e6, rate / (1e9 if flush is not None else 1e12), rate / peak, *theirs)
+class Bench:
+    """``figures`` are what the same device reaches; results are written as they come, so that none is lost."""
+
+    def __init__(self, launcher: CupyLauncher, seconds: float, figures: dict[str, float], path: str | None) -> None:
+        self._launcher, self._seconds, self._figures, self._path = launcher, seconds, figures, path
+        self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        self.results: dict[str, Result] = {}
+
+    def _flush_of(self, work: Workload) -> torch.Tensor | None:
+        return self._flush if max(work.new) == 1 else None
+
+    def measure(self, work: Workload) -> Result:
+        """Ours, and torch's attention."""
+        case, flush = PagedCase(self._launcher, work), self._flush_of(work)
+        ours = median_seconds(case.run, self._seconds, flush)
+        if flush is not None:
+            rate, peak, unit = work.kv_bytes / ours, self._figures["stream_bytes_per_s"], 1e9
+        else:
+            rate, peak, unit = work.flops / ours, self._figures["product_flops"], 1e12
+        result = self.results[work.name] = Result(work.name, ours * 1e6, rate / unit, rate / peak)
+        result.torch_microseconds, result.torch_difference = self._other(torch_attention, case, work)
+        self.write()
+        return result
+
+    def measure_flex(self, work: Workload) -> Result:
+        """FlexAttention beside a result that is there: it compiles for seconds."""
+        result, case = self.results[work.name], PagedCase(self._launcher, work)
+        case.run()
+        result.flex_microseconds, _ = self._other(flex_attention, case, work)
+        self.write()
+        return result
+
+    def _other(
+        self, make: Callable[[PagedCase, Workload], Callable[[], torch.Tensor] | None], case: PagedCase, work: Workload
+    ) -> tuple[float | None, float | None]:
+        """Microseconds and difference; None where it cannot run the workload, with one line if that was not known."""
+        try:
+            run = make(case, work)
+            if run is None:
+                return None, None
+            difference = case.error(run())
+            return median_seconds(run, self._seconds, self._flush_of(work)) * 1e6, difference
+        except Exception as error:  # another library's failure is no reason to lose our own figures
+            print(f"{work.name}: {make.__name__}: {type(error).__name__}: {str(error).splitlines()[:1]}", flush=True)
+            return None, None
+
+    def write(self) -> None:
+        if self._path:
+            with open(self._path, "w") as file:
+                json.dump(self._figures | {"results": [asdict(r) for r in self.results.values()]}, file, indent=1)
 
 
-def _other(
-    make: Callable[[Workload], Callable[[], Any] | None], work: Workload, seconds: float, flush: torch.Tensor | None
-) -> float | None:
-    """Microseconds; None where it cannot run the workload, with one line if that was not known before."""
-    try:
-        run = make(work)
-        return None if run is None else median_seconds(run, seconds, flush) * 1e6
-    except Exception as error:  # another library's failure is no reason to lose our own figures
-        print(f"{work.name}: {make.__name__}: {type(error).__name__}: {str(error).splitlines()[:1]}")
-        return None
+def flex_workloads() -> list[Workload]:
+    """Those beside which FlexAttention stands: each is compiled for itself."""
+    decode = [w for w in decode_workloads() if w.group == 4 and len(w.past) != 64 and not w.name.startswith("decode 2")]
+    return [*prefill_workloads(), *decode]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=0.3, help="device time of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of the clock, for each measurement")
+    parser.add_argument("--flex-seconds", type=float, default=120.0, help="for FlexAttention in all; 0: without it")
     parser.add_argument("--json", help="write all figures to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("bench.kernels: no CUDA device")
     torch.cuda.set_stream(torch.cuda.Stream())
-    launcher = CupyLauncher()
     copy, read, product = copy_rate(options.seconds), read_rate(options.seconds), product_rate(options.seconds)
-    stream = max(copy, read)
     print(
         f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s, read {read / 1e9:.0f} GB/s, "
         f"bf16 product {product / 1e12:.0f} TFLOP/s"
     )
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    results = [_measure(launcher, work, options.seconds, stream, flush) for work in decode_workloads()]
-    results += [_measure(launcher, work, options.seconds, product, None) for work in prefill_workloads()]
-    for result in results:
-        others = (("sdpa", result.torch_microseconds), ("flex", result.flex_microseconds))
-        beside = "".join(f"  {name} {value:9.1f} us" for name, value in others if value is not None)
-        unit = "GB/s" if result.name.startswith("decode") else "TFLOP/s"
-        print(f"{result.name:44} {result.microseconds:9.1f} us {result.rate:7.0f} {unit} {result.share:6.1%}{beside}")
-    if options.json:
-        figures = {
-            "copy_bytes_per_s": copy,
-            "read_bytes_per_s": read,
-            "product_flops": product,
-            "results": [asdict(r) for r in results],
-        }
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
+    figures = {
+        "copy_bytes_per_s": copy,
+        "read_bytes_per_s": read,
+        "stream_bytes_per_s": max(copy, read),
+        "product_flops": product,
+    }
+    bench = Bench(CupyLauncher(), options.seconds, figures, options.json)
+    for work in (*decode_workloads(), *prefill_workloads()):
+        print(bench.measure(work).line(), flush=True)
+    end = time.monotonic() + options.flex_seconds
+    for work in flex_workloads():
+        if time.monotonic() < end:
+            print(bench.measure_flex(work).line(), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 from bench import decode, gpu_check, kernels
 from bench.kernels import Workload, decode_workloads, prefill_workloads
 from tests.kernels.backends import make_device
+from tests.kernels.ptx.launcher import PtxLauncher
 from tests.kernels.tiny_models import LLAMA
 
 
@@ -46,6 +49,54 @@ def test_one_line_without_a_device(
         sys.exit(main())
     assert caught.value.code == status  # a text is printed by the interpreter
     assert capsys.readouterr() == ("", line)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("past", "new", "group"), [(31, 1, 2), (0, 20, 1), (16, 18, 1)])
+def test_torch_computes_the_same_on_the_same_data(past: int, new: int, group: int) -> None:
+    """What stands beside our kernels in the benchmark, over the pages laid out contiguously."""
+    work = Workload("tiny", (past,) * 2, (new,) * 2, group)
+    case = kernels.PagedCase(PtxLauncher(check_races=False), work)
+    case.run()
+    attention = kernels.torch_attention(case, work)
+    assert attention is not None
+    assert case.error(attention()) < 0.02
+    case._values.neg_()
+    assert case.error(kernels.torch_attention(case, work)()) > 1  # type: ignore[misc]
+
+
+def test_what_torch_cannot_batch_is_left_out() -> None:
+    work = Workload("skewed", (3, 40), (1, 1), 1)
+    assert kernels.torch_attention(kernels.PagedCase(PtxLauncher(), work), work) is None
+    names = [work.name for work in (*decode_workloads(), *prefill_workloads())]
+    assert {work.name for work in kernels.flex_workloads()} <= set(names)
+    assert len(kernels.flex_workloads()) == 12, "each is compiled, for seconds"
+
+
+def test_results_are_written_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With clocks for the device's: another library's failure costs its own figures alone."""
+    monkeypatch.setattr(kernels, "FLUSH_BYTES", 16)
+    monkeypatch.setattr(torch, "empty", lambda *size, device="", **kw: torch.zeros(*size, **kw))
+    monkeypatch.setattr(kernels, "median_seconds", lambda run, seconds, flush=None: 1e-3)
+    monkeypatch.setattr(kernels, "PagedCase", lambda launcher, work: SimpleNamespace(run=int, error=lambda other: 0.25))
+    monkeypatch.setattr(kernels, "torch_attention", lambda case, work: lambda: 1)
+
+    def fail(case: Any, work: Any) -> Any:
+        raise RuntimeError("no compiler\nhere")
+
+    fail.__name__ = "flex_attention"
+    monkeypatch.setattr(kernels, "flex_attention", fail)
+    figures = {"stream_bytes_per_s": 4e12, "product_flops": 8e14}
+    bench = kernels.Bench(None, 0.1, figures, str(tmp_path / "out.json"))  # type: ignore[arg-type]
+    work = next(decode_workloads())
+    bench.measure(work)
+    bench.measure_flex(work)
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["stream_bytes_per_s"] == 4e12
+    (row,) = found["results"]
+    assert row["share"] == pytest.approx(work.kv_bytes / 1e-3 / 4e12)
+    assert (row["torch_difference"], row["flex_microseconds"]) == (0.25, None)
+    assert "sdpa" in bench.results[work.name].line()
 
 
 class _HostTimer:

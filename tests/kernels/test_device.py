@@ -16,6 +16,8 @@ from executor_svc.kernels.table import all_kernels
 from tests.kernels import backends
 from tests.kernels.batches import TOLERANCE, attend, make_batch
 from tests.kernels.ptx.launcher import PtxLauncher
+from tests.kernels.test_experts import TOLERANCE as EXPERT_TOLERANCE
+from tests.kernels.test_experts import make_case
 
 pytestmark = pytest.mark.nvrtc
 
@@ -63,6 +65,20 @@ def test_elementwise(dtype: torch.dtype) -> None:
     assert torch.equal(found[0][0], found[1][0])
     for device, interpreter in zip(found[0][1:], found[1][1:], strict=True):
         torch.testing.assert_close(device, interpreter)
+
+
+@pytest.mark.parametrize("tokens", [5, 40, 200])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_experts(dtype: torch.dtype, tokens: int) -> None:
+    """Every tile of the grouped products. The sort may order an expert's pairs otherwise; nothing depends on it."""
+    case = make_case(tokens, dtype, 392, 200)
+    (device, to), (interpreter, right) = (case.run(launcher) for launcher in both())
+    assert torch.equal(to.ids, right.ids)
+    assert torch.equal(to.tiles, right.tiles)
+    torch.testing.assert_close(to.weights, right.weights)
+    scale = interpreter.double().abs().amax(dim=1, keepdim=True)
+    error = float(((device.double() - interpreter.double()).abs() / scale).max())
+    assert error < EXPERT_TOLERANCE[dtype]
 
 
 def test_draws_are_the_same_bits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 from dataclasses import dataclass
@@ -16,10 +17,11 @@ from executor_svc.kernels.experts import ExpertKernels, ExpertShape, Routing
 from executor_svc.kernels.launch import Launcher
 from executor_svc.kernels.table import EXPERT_TILES
 from tests.kernels import references
-from tests.kernels.backends import make_launcher
+from tests.kernels.backends import make_device, make_launcher
 from tests.kernels.ptx.errors import PtxError
 from tests.kernels.ptx.launcher import PtxLauncher
 from tests.kernels.ptx.stats import Access, Stats
+from tests.kernels.tiny_models import MIXTRAL, Batch, cpu_model, cuda_model
 
 pytestmark = pytest.mark.nvrtc
 
@@ -32,7 +34,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the launches take for outputs and workspaces is NaN, or a huge integer."""
 
     def empty(kernels: ExpertKernels, dtype: torch.dtype, *size: int) -> torch.Tensor:
-        return torch.full(size, torch.nan if dtype.is_floating_point else 1 << 30, dtype=dtype)
+        value = torch.nan if dtype.is_floating_point else 1 << 30
+        return torch.full(size, value, dtype=dtype, device=kernels._device)
 
     monkeypatch.setattr(ExpertKernels, "_empty", empty)
 
@@ -362,3 +365,31 @@ def test_planted_bugs_are_found(bug: Bug) -> None:
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_the_same_tokens_without_a_bug(dtype: torch.dtype) -> None:
     assert _error({}, dtype) < TOLERANCE[dtype]
+
+
+def test_padded_rows_of_a_captured_step_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rows in a graph of four: the CPU's logits, and experts are read for three."""
+    routings: list[Routing] = []
+
+    def keep(kernels: ExpertKernels, *args: Any) -> Routing:
+        routings.append(route(kernels, *args))
+        return routings[-1]
+
+    route = ExpertKernels.route
+    monkeypatch.setattr(ExpertKernels, "route", keep)
+    config = dataclasses.replace(MIXTRAL, num_layers=1)
+    device = make_device()
+    expected, model = cpu_model(config), cuda_model(config, device)
+    last_tokens = torch.zeros(4, dtype=torch.int64, device=device.launcher.device)
+    assert model.capture_graphs(last_tokens, 4) == 3
+    batch = Batch(3, config.vocab_size)
+    for new in ([3, 20, 1], [1, 1, 1], [1, 1, 1]):
+        metadata = batch.advance([0, 1, 2], new)
+        right = expected.forward(torch.from_numpy(metadata.input_ids), metadata)
+        logits = model.run(metadata, last_tokens).cpu()
+        assert float((logits - right).abs().max() / right.abs().max()) < 1e-5
+    captured = [routing for routing in routings if len(routing.ids) == 4][-1]
+    ids = captured.ids.cpu()
+    assert ids[3].eq(-1).all()
+    assert ids[:3].ge(0).all()
+    assert captured.tiles[:, 2].sum() == 6

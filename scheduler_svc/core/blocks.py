@@ -9,12 +9,12 @@ Every block is in exactly one of three states, and after every event ``free + ca
       +----------------- cached (refs == 0, in LRU order)
                            share (a prefix hit)
 
-Cached blocks wait for eviction in *links*: what one sequence gave up at one moment, in its order, so that a whole prefix
-is put there, found again or evicted at once. Ids never yet used are handed out by a counter, and what is kept of a block
-is kept from then on, so a pool costs memory only for what it used (an executor states its size; the core does not
-believe it with its memory). Plain lists, not numpy: most calls are for one sequence's handful of blocks, where a vector
-operation costs more than the loop. No dictionary of all blocks either: when a large one grows it stops everything for
-milliseconds.
+Cached blocks wait for eviction in *links*: what one sequence gave up at one moment, in its order, so that a whole
+prefix is put there, found again or evicted at once. Ids never yet used are handed out by a counter, and what is kept
+of a block is kept from then on, so a pool costs memory only for what it used (an executor states its size; the core
+does not believe it with its memory). Plain lists, not numpy: most calls are for one sequence's handful of blocks, where
+a vector operation costs more than the loop. No dictionary of all blocks either: when a large one grows it stops
+everything for milliseconds.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Draft:
 
     __slots__ = (
         "admitted", "appended_blocks", "appended_slots", "budget", "credit", "decode", "logprob_values", "peaks_left",
-        "prefill", "sampled",
+        "plenty", "prefill", "sampled",
     )  # fmt: skip
 
     def __init__(self, budget: int) -> None:
@@ -57,6 +57,7 @@ class Draft:
         self.sampled: list[int] = []  # prefill slots whose last known token runs: they sample
         self.logprob_values = _LOGPROB_VALUES
         self.peaks_left = _MOST_PEAKS
+        self.plenty = 0  # blocks that admissions may take without another look (routing.py)
         self.credit: dict[int, policy.Room] = {}  # by worker index (absent: plenty)
 
 
@@ -183,26 +184,31 @@ class Planner:
         """Admissions in queue order, until budget, slots or blocks are spent."""
         if alone is None and not len(executor.model.queue):
             return
-        full = executor.table.free == 0 or executor.pool.available == 0
+        table = executor.table
+        full = table.free == 0 or executor.pool.available == 0
         if full and alone is None and not self._idle(executor, draft, self._may_run(executor, draft, now)):
             return  # the common case under load, for nothing
         left = Left(self._routing.others(executor, now) if alone is None else [])
-        for_prefix = 0
-        for sequence in [alone] if alone is not None else executor.model.queue:
+        draft.plenty = self._routing.plenty(executor)
+        ready, longest = executor.status is ExecutorStatus.READY, executor.max_sequence_tokens
+        filling, queue, for_prefix = executor.filling, executor.model.queue, 0
+        for sequence in [alone] if alone is not None else queue:
             if draft.budget <= 0:
                 sequence.waits_for = "a step with tokens to spare"
                 return
-            worker = sequence.stream.worker.index
-            if not self._routing.may_admit(executor, sequence):
+            fits = ready and sequence.limit <= longest and not sequence.outputs  # what most are asked
+            if not (fits or self._routing.may_admit(executor, sequence)):
                 sequence.waits_for = "an executor that can hold and continue it"
                 continue
-            if draft.credit and worker in draft.credit and draft.credit[worker].left(sequence) <= 0:
-                sequence.waits_for = "credit of its API worker"
-                continue
+            if draft.credit:
+                credit = draft.credit.get(sequence.stream.worker.index)
+                if credit is not None and credit.left(sequence) <= 0:
+                    sequence.waits_for = "credit of its API worker"
+                    continue
             if sequence.stops_on_text and self._ran_ahead(sequence):
                 sequence.waits_for = "its API worker's acknowledgement"
                 continue
-            if sequence.awaits_prompt_logprobs:
+            if sequence.sampling.prompt_logprobs >= 0 and sequence.awaits_prompt_logprobs:
                 sequence.waits_for = "the prompt logprobs that its first choice computes"
                 continue
             if alone is None and sequence.deaths and self._suspects.must_run_alone(sequence):
@@ -212,7 +218,7 @@ class Planner:
                     return  # nothing more is planned until these are answered
                 alone = sequence
             hits = self._residency.lookup(executor, sequence)
-            if executor.filling and alone is None and self._awaits_prefix(executor, sequence, hits.count, now):
+            if filling and alone is None and self._awaits_prefix(executor, sequence, hits.count, now):
                 for_prefix += 1
                 if for_prefix == _MOST_LOOKED_AT:
                     return  # who computes what they wait for is at work here
@@ -220,11 +226,18 @@ class Planner:
             if left.others and alone is None and self._routing.is_left(executor, sequence, hits, left, now):
                 sequence.waits_for = "its turn on a better placed executor"
                 continue
-            room = self._make_room(executor, sequence, hits, draft, now)
-            if room is None:
-                return
-            slot = self._residency.admit(executor, sequence, room)
-            executor.model.admissions.add(sequence, now)
+            need = self._routing.most_blocks(executor, sequence)
+            if need <= draft.plenty and table.used < table.max_slots:
+                draft.plenty -= need
+                slot = self._residency.admit(executor, sequence, hits)
+            else:
+                room = self._make_room(executor, sequence, hits, draft, now)
+                if room is None:
+                    return
+                slot = self._residency.admit(executor, sequence, room)
+                draft.plenty = self._routing.plenty(executor)
+            if len(queue):
+                executor.model.admissions.add(sequence, now)
             draft.admitted[slot] = sequence
             self._add_prefill(executor, sequence, draft)
             if alone is not None:
@@ -343,7 +356,8 @@ class Planner:
         if draft.admitted:
             touched.insert(0, np.fromiter(draft.admitted, dtype=LE_INT32, count=len(draft.admitted)))
         if draft.prefill:
-            prefill = np.array([(slot, count) for slot, _, count in draft.prefill], dtype=LE_INT32)
+            pairs = [number for slot, _, count in draft.prefill for number in (slot, count)]
+            prefill = np.array(pairs, dtype=LE_INT32).reshape(-1, 2)  # of pairs it would cost twice as much
             touched.append(prefill[:, 0])
         executor.seq += 1
         executor.digest = plan_digest(
@@ -357,10 +371,10 @@ class Planner:
         )
         appended = b""
         if len(draft.appended_slots):
-            pairs = np.empty((len(draft.appended_slots), 2), dtype="<i4")
-            pairs[:, 0] = draft.appended_slots
-            pairs[:, 1] = draft.appended_blocks
-            appended = pairs.tobytes()
+            places = np.empty((len(draft.appended_slots), 2), dtype=LE_INT32)
+            places[:, 0] = draft.appended_slots
+            places[:, 1] = draft.appended_blocks
+            appended = places.tobytes()
         plan = StepPlan(
             epoch=executor.epoch,
             seq=executor.seq,

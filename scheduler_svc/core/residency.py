@@ -33,12 +33,11 @@ class Residency:
 
     def lookup(self, executor: ExecutorState, sequence: Sequence) -> Prefix:
         """The findable prefix of this sequence there. What an earlier look found is not looked up again."""
-        hashes = sequence.hashes
+        hashes, cache = sequence.hashes, executor.cache
+        if not hashes or not (sequence.found or hashes[0] in cache.by_hash):
+            return NOTHING
         most = min(self._most_hits(executor, sequence), len(hashes))
         if most <= 0:
-            return NOTHING
-        cache = executor.cache
-        if not sequence.found and hashes[0] not in cache.by_hash:
             return NOTHING
         found, dropped = sequence.found.get(cache, _NEVER_LOOKED)
         if dropped != cache.dropped:
@@ -72,7 +71,9 @@ class Residency:
         found = hits.count
         if found:
             executor.pool.share(hits.blocks)
-        blocks = hits.blocks + executor.pool.allocate(total - found)
+            blocks = hits.blocks + executor.pool.allocate(total - found)
+        else:
+            blocks = executor.pool.allocate(total)
         computed = found * size
         slot = executor.table.take(sequence, blocks, computed, size)
         sequence.state = State.RUNNING
@@ -190,7 +191,7 @@ class Residency:
     def _charge_outputs(self, executor: ExecutorState, sequence: Sequence) -> None:
         """What its tenant was served since it was admitted here."""
         table, slot = executor.table, sequence.slot
-        executor.model.queue.shares.charge(sequence.salt, int(table.length[slot] - table.admitted_length[slot]))
+        executor.model.queue.shares.charge(sequence.salt, table.length.item(slot) - table.admitted_length[slot])
 
     def _vacate(self, executor: ExecutorState, sequence: Sequence, last: bool = False) -> None:
         slot = sequence.slot

@@ -97,6 +97,20 @@ class Routing:
         """Blocks to leave free at an admission: one for each running sequence, within reason."""
         return min(executor.table.used, executor.pool.total // 16 + 1)
 
+    def plenty(self, executor: ExecutorState) -> int:
+        """Blocks that admissions of one plan may take, each `most_blocks`, without asking whether there is room: there
+        are headroom and more beyond them, and everybody's limits fit together."""
+        pool, table, size = executor.pool, executor.table, executor.block_size
+        spare = pool.available - (pool.total // 16 + 1)
+        if self._overcommit == 0.0:
+            return spare
+        promised = (table.limit_total - table.used) // size + table.used
+        return min(spare, int(self._overcommit * pool.total) - promised)
+
+    def most_blocks(self, executor: ExecutorState, sequence: Sequence) -> int:
+        """The most that one more sequence adds to what `plenty` compares."""
+        return sequence.limit // executor.block_size + 2
+
     def peak_fits(self, executor: ExecutorState, sequence: Sequence) -> bool:
         """May this one join those that run there, by the most KV that they can come to need together (kv_peak.py)?"""
         if self.limits_fit(executor, sequence):

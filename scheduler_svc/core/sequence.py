@@ -35,8 +35,8 @@ class Stream:
     """One request: its choices share everything but their outputs."""
 
     __slots__ = (
-        "charged", "deadline", "key", "live", "model", "number", "request_id", "sequences", "submitted", "tenant",
-        "worker",
+        "charged", "deadline", "key", "live", "model", "name", "number", "request_id", "sequences", "submitted",
+        "tenant", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class Stream:
         self.live = 0
         self.submitted = now
         self.key = (worker.peer, number)
+        self.name = (tenant, request_id)
 
 
 class Sequence:

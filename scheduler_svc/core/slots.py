@@ -98,17 +98,19 @@ class SlotTable:
         self.done[slot] = computed
         self.limit[slot] = sequence.limit
         self.limit_total += sequence.limit
-        self.bound[slot] = 0
         self.phase[slot] = PREFILL
-        self.stream[slot] = sequence.stream.number
-        self.choice[slot] = sequence.choice
-        self.worker[slot] = sequence.stream.worker.index
-        self.ignore_eos[slot] = sequence.ignore_eos
-        has_stop_ids = bool(sequence.stop_ids)
-        self.has_stop_ids[slot] = has_stop_ids
-        self.num_with_stop_ids += has_stop_ids
-        self.num_ignore_eos += sequence.ignore_eos
-        self.num_choices += sequence.choice != 0
+        stream = sequence.stream
+        self.stream[slot] = stream.number
+        self.worker[slot] = stream.worker.index
+        if sequence.choice:
+            self.choice[slot] = sequence.choice
+            self.num_choices += 1
+        if sequence.ignore_eos:
+            self.ignore_eos[slot] = True
+            self.num_ignore_eos += 1
+        if sequence.stop_ids:
+            self.has_stop_ids[slot] = True
+            self.num_with_stop_ids += 1
         self.sequences[slot] = sequence
         self.moved[slot] = self.clock
         self.blocks[slot] = blocks
@@ -120,17 +122,16 @@ class SlotTable:
         """The plan being made samples this slot's first token."""
         self.phase[slot] = DECODE
         self.planned_length[slot] = self.length.item(slot) + 1
-        self.set_bound(slot, text_run_ahead)
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        self.bound[slot] = _bound(sequence, text_run_ahead)
 
     def set_bound(self, slot: int, text_run_ahead: int) -> None:
         """Recompute how far a decoding slot may run."""
         sequence = self.sequences[slot]
         if sequence is None or self.phase[slot] != DECODE:
             return
-        bound = sequence.limit
-        if sequence.stops_on_text:
-            bound = min(bound, sequence.prompt_len + sequence.seen + text_run_ahead)
-        self.bound[slot] = bound
+        self.bound[slot] = _bound(sequence, text_run_ahead)
 
     def append(self, slots: Rows, tokens: Int32) -> Int32:
         """An answered step: one token more for each of these slots. Returns their lengths."""
@@ -179,16 +180,21 @@ class SlotTable:
         blocks = self.blocks[slot]
         self.blocks[slot] = []
         self.sequences[slot] = None
-        self.num_with_stop_ids -= bool(sequence.stop_ids)
-        self.num_ignore_eos -= sequence.ignore_eos
-        self.num_choices -= sequence.choice != 0
+        if sequence.choice:
+            self.choice[slot] = 0
+            self.num_choices -= 1
+        if sequence.ignore_eos:
+            self.ignore_eos[slot] = False
+            self.num_ignore_eos -= 1
+        if sequence.stop_ids:
+            self.has_stop_ids[slot] = False
+            self.num_with_stop_ids -= 1
         self.phase[slot] = FREE
         self.live_generation[slot] = -1
         self.bound[slot] = 0
         self.planned_length[slot] = 0
         self.num_blocks[slot] = 0
         self.last_block[slot] = -1
-        self.capacity[slot] = 0
         self.used -= 1
         self.limit_total -= sequence.limit
         heapq.heappush(self._free, slot)
@@ -201,3 +207,9 @@ class SlotTable:
         if length > self.admitted_length[slot]:  # it sampled: everything before the newest token has KV
             return length - 1
         return self.done[slot]
+
+
+def _bound(sequence: Sequence, text_run_ahead: int) -> int:
+    if sequence.stops_on_text:
+        return min(sequence.limit, sequence.prompt_len + sequence.seen + text_run_ahead)
+    return sequence.limit

@@ -30,7 +30,7 @@ class Streams:
 
     def add(self, stream: Stream) -> None:
         self.by_key[stream.key] = stream
-        self.by_request[stream.tenant, stream.request_id] = stream
+        self.by_request[stream.name] = stream
         stream.worker.streams[stream.number] = stream
         stream.model.live_streams += 1
         if stream.deadline > 0.0:
@@ -83,7 +83,7 @@ class Streams:
         self._tenants.closed(stream)
         del self.by_key[stream.key]
         del stream.worker.streams[stream.number]
-        if self.by_request.get((stream.tenant, stream.request_id)) is stream:
-            del self.by_request[stream.tenant, stream.request_id]
+        if self.by_request.get(stream.name) is stream:
+            del self.by_request[stream.name]
         stream.model.live_streams -= 1
         stream.sequences = {}  # they know their stream: no cycle is left behind (garbage.py)

@@ -167,6 +167,10 @@ class Tenants:
         if account is None or stream not in account.streams:
             return
         account.streams.discard(stream)
+        if self.unlimited:
+            if not account.streams:
+                del self._accounts[stream.tenant]
+            return
         limits = self.limits(stream.tenant)
         if limits.tokens_per_second:
             _charge(account, (stream,))

@@ -273,6 +273,13 @@ def queued_tokens_are_counted_wrong(patch: Patch) -> None:
 def what_fits_is_not_admitted(patch: Patch) -> None:
     patch.setattr(Routing, "peak_fits", lambda self, executor, sequence: False)
     patch.setattr(Routing, "limits_fit", lambda self, executor, sequence: False)
+    patch.setattr(Routing, "plenty", lambda self, executor: 0)
+
+
+@bug("blocks asked for")
+def there_seems_to_be_plenty_of_room(patch: Patch) -> None:
+    true = Routing.plenty
+    patch.setattr(Routing, "plenty", lambda self, executor: true(self, executor) + executor.pool.total)
 
 
 @bug("could run there|could start there")

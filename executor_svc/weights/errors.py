@@ -15,6 +15,20 @@ class CheckpointError(Exception):
 
 
 @contextmanager
+def library(what: str) -> Iterator[None]:
+    """Around the work of the ``tokenizers`` library with what a file says: it raises bare Exception, and, where it
+    panics, a BaseException."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise CheckpointError(f"{what}: {error}") from error
+        raise
+
+
+@contextmanager
 def reading(what: str) -> Iterator[None]:
     """Around code that reads settings from a file: what a value of a wrong kind makes it raise is the file's fault."""
     try:

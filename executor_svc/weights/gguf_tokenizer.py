@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from executor_svc.weights import sentencepiece
-from executor_svc.weights.errors import CheckpointError
+from executor_svc.weights.errors import CheckpointError, library
 from executor_svc.weights.pre_tokenizers import style_of
 from executor_svc.weights.sentencepiece import CONTROL, NORMAL, USER_DEFINED
 
@@ -62,16 +62,9 @@ def _byte_level(
 ) -> tuple[Tokenizer, list[tuple[int, str]], bool]:
     style = style_of(fields.get("tokenizer.ggml.pre"), tokens)
     merges = [_pair(merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
-    try:
-        tokenizer = Tokenizer(
-            models.BPE(
-                vocab={t: i for i, t in enumerate(tokens)},
-                merges=merges,
-                ignore_merges=style.ignore_merges,
-            )
-        )
-    except Exception as error:  # the library raises a bare Exception for a merge outside the vocabulary
-        raise CheckpointError(f"gguf: tokenizer: {error}") from error
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    with library("gguf: tokenizer"):
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=style.ignore_merges))
     if style.normalize_nfc:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = style.pre_tokenizer()

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from executor_svc.weights.errors import CheckpointError
+from executor_svc.weights.errors import CheckpointError, library
 
 SPACE: Final = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces, in both file formats
@@ -58,13 +58,9 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
         raise CheckpointError(f"tokenizer: {len(of_bytes)} pieces of a byte: not none, and not one for every byte")
     if len(unknown) > 1:
         raise CheckpointError(f"tokenizer: {len(unknown)} unknown pieces: at most one")
-    try:
+    with library("tokenizer"):
         tokenizer = Tokenizer(_model(vocabulary, unknown[0] if unknown else None, bool(of_bytes)))
         tokenizer.normalizer = _normalizer(vocabulary)
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"tokenizer: {error}") from error
     tokenizer.decoder = _decoder(vocabulary.dummy_prefix)
     special = [AddedToken(text, special=True, normalized=False) for _, text in vocabulary.special_tokens()]
     tokenizer.add_special_tokens(special)

@@ -160,6 +160,16 @@ def test_files_that_cannot_be_used_take_away_only_their_own() -> None:
     assert in_config.template.render(USER, 100) == "E"
 
 
+def test_a_file_at_which_the_library_panics_is_unusable() -> None:
+    """What it raises then is no Exception: the task that loads the model would end, and the model never be served."""
+    spec = json.loads(FILES["tokenizer.json"])
+    spec["model"]["continuing_subword_prefix"] = "longer than any piece"
+    model = Model(model_state())
+    prepare(model, {**FILES, "tokenizer.json": json.dumps(spec).encode()})
+    assert model.tokenizer is None
+    assert "out of range" in model.text_fault
+
+
 def test_command_line() -> None:
     args = parser().parse_args(["--front", "ipc:///tmp/x", "--worker-name", "w3", "--reuse-port", "--window", "9"])
     config = config_of(args)

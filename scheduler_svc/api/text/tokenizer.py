@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tokenizers import Tokenizer as HfTokenizer
 
-from scheduler_svc.api.text.pieces import PieceTable, UnsupportedDecoder
+from scheduler_svc.api.text.pieces import PieceTable
 
 # No vocabulary has a piece this long: a text above this many bytes a token of context cannot fit, whatever it says.
 MAX_PIECE_BYTES = 512
@@ -17,32 +19,43 @@ class BadTokenizer(ValueError):
     """The tokenizer's files cannot be used; the message says why."""
 
 
+@contextmanager
+def _library() -> Iterator[None]:
+    """Around the library's work: whatever goes wrong is the fault of the tokenizer's files. It raises bare Exception,
+    and, where it panics, a BaseException that would go through every handler, and end tasks and threads."""
+    try:
+        yield
+    except BadTokenizer:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise BadTokenizer(f"tokenizer.json: {error}") from error
+        raise
+
+
 class Tokenizer:
     """``pieces`` is for decoding. Encoding a long text releases the GIL: it belongs in a thread (see request.py)."""
 
     def __init__(self, tokenizer_json: bytes, config: dict[str, Any]) -> None:
-        try:
+        with _library():
             self._hf = HfTokenizer.from_str(tokenizer_json.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise BadTokenizer(f"tokenizer.json: {error}") from error
-        # Truncation and padding are for training batches; a prompt is never cut silently.
-        self._hf.no_truncation()
-        self._hf.no_padding()
-        try:
+            # Truncation and padding are for training batches; a prompt is never cut silently.
+            self._hf.no_truncation()
+            self._hf.no_padding()
             self.pieces = PieceTable(self._hf)
-        except UnsupportedDecoder as error:
-            raise BadTokenizer(f"tokenizer.json: {error}") from error
         self.special_texts = special_texts(config)
-        self._prefix = self._bos_prefix(config)
+        with _library():
+            self._prefix = self._bos_prefix(config)
 
     def encode(self, text: str, *, bos: bool) -> list[int]:
         """Token ids of ``text``; special tokens spelled out in it are recognised. ``bos``: begin as the tokenizer
-        begins a text (nothing, for many models); never adds an end-of-text token."""
+        begins a text (nothing, for many models); never adds an end-of-text token. Raises BadTokenizer."""
         # Of the library's calls only the batch ones release the GIL. Seconds of `encode` would stop the whole process.
-        if len(text) <= SHORT_TEXT:
-            ids: list[int] = self._hf.encode(text, add_special_tokens=False).ids
-        else:
-            ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with _library():
+            if len(text) <= SHORT_TEXT:
+                ids: list[int] = self._hf.encode(text, add_special_tokens=False).ids
+            else:
+                ids = self._hf.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return self._prefix + ids if bos else ids
 
     def _bos_prefix(self, config: dict[str, Any]) -> list[int]:

@@ -2,11 +2,14 @@
 
 No socket and no waiting: executors are a step-time model (a step, a row, a prompt token, log-normal jitter) on an
 event queue, arrivals come from a trace (bursts, tenants, classes, long prompts), and the clock jumps from event to
-event. What comes out is what clients would see: time to the first token, time between tokens, by class and by tenant;
-and what the core had to do for it: preemptions, and its own processor time a step.
+event. What comes out is what clients would see: the wait in the queue, time to the first token, time between tokens, by
+class and by tenant; how well the rules were kept: fair shares, being passed over, prefixes found, balance; and what the
+core had to do for it: its own processor time a step and an arrival, and its longest turns (virtual_report.py).
 
     --executors 8 --slots 512 --requests 100000     sizes that no test machine has
-    --executors 1000 --requests 20000               where one core ends: its processor time against the devices'
+    --executors 1000 --requests 100000 --rate 30000 --long-prompts 0.0005
+                                                    where one core ends: its processor time against the devices'
+    --kill-every 5                                  an executor dies every 5 s, another takes its place
     --requests 10000 --burst                        all of them at once; half of each tenant's share a prefix
 
 Results follow from ``--seed`` alone, but for the processor times.
@@ -20,26 +23,27 @@ import json
 import random
 import sys
 import time
-from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.virtual_report import report
 from executor_svc.simulate_model import StepTimes
 from protos import front, step
 from protos.wire import pack_int32, unpack_int32
 from scheduler_svc.core import garbage
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
-from scheduler_svc.core.loop import WORKER_FRAMES_A_TURN
-from scheduler_svc.core.outbox import EXECUTOR
+from scheduler_svc.core.loop import EXECUTOR_FRAMES_A_TURN, WORKER_FRAMES_A_TURN
+from scheduler_svc.core.outbox import EXECUTOR, Destination, Message
 from scheduler_svc.prefix_hash import block_hashes
 
 VOCAB = 32000
+SAMPLE = 0.25  # seconds of virtual time between two looks at shares and balance
 BLOCK = 16
 WORKER = b"worker"
 START = 1_000_000.0
@@ -121,6 +125,29 @@ class VirtualExecutor:
         return self.free_at, result
 
 
+@dataclass
+class Seen:
+    """What a run is judged by (virtual_report.py). Arrays are by request: seconds of virtual time, NaN for never."""
+
+    arrivals: list[Arrival]
+    admitted: np.ndarray  # first admission
+    first: np.ndarray  # first token
+    last: np.ndarray  # newest token
+    over: np.ndarray
+    order: list[int] = field(default_factory=list)  # requests, as they were first admitted
+    found: int = 0  # blocks of prefixes, at first admissions
+    gaps: list[np.ndarray] = field(default_factory=list)  # between tokens, a sample
+    refused: int = 0
+    plans: int = 0
+    rows: int = 0
+    deaths: int = 0
+    cpu: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("results", "arrivals", "plans", "other"), 0.0))
+    turns: list[float] = field(default_factory=list)  # processor seconds
+    longest: list[tuple[float, str]] = field(default_factory=list)  # processor seconds, what the turn was
+    spreads: list[float] = field(default_factory=list)  # tokens served, most less least of the tenants that waited
+    loads: list[tuple[float, float]] = field(default_factory=list)  # slots used: mean and deviation over executors
+
+
 class Simulation:
     def __init__(self, options: argparse.Namespace, config: CoreConfig) -> None:
         self.options = options
@@ -128,34 +155,37 @@ class Simulation:
         self.now = START
         self.ends: dict[str, int] = {}
         self.executors: dict[bytes, VirtualExecutor] = {}
+        self.gone: list[VirtualExecutor] = []
         self.events: list[tuple[float, int, bytes, step.StepResult]] = []
         self.ties = count()
-        self.arrivals: list[Arrival] = []
-        self.first = np.full(options.requests, np.nan)  # by request: time of its first token
-        self.last = np.full(options.requests, np.nan)  # of its newest
-        self.over = np.full(options.requests, np.nan)
-        self.gaps: list[np.ndarray] = []  # between tokens, a sample
+        never = np.full(options.requests, np.nan)
+        self.seen = Seen([], never.copy(), never.copy(), never.copy(), never.copy())
         self.received = 0
-        self.refused = 0
-        self.cpu = 0.0
-        self.longest: list[tuple[float, str]] = []  # the longest turns: processor time, what came in
-        self.turns: list[float] = []  # processor seconds
-        self.plans = 0
-        self.plan_rows = 0
+        self.joined = 0
+        self.next_sample = START + SAMPLE
+        self.next_death = START + options.kill_every if options.kill_every else float("inf")
+        self.draw = random.Random(options.seed)
 
-    def run(self) -> dict[str, Any]:
-        options, core = self.options, self.core
+    def join(self) -> None:
+        options, i = self.options, self.joined
+        self.joined += 1
         card = step.ModelCard("m", "virtual", "a" * 64, "b" * 64, VOCAB, 65536, (0,), ())
         limits = step.Limits(options.kv_blocks, BLOCK, options.slots, options.batch_tokens)
+        times = StepTimes(options.step_ms / 1e3, options.row_us / 1e6, options.token_us / 1e6, options.jitter, i)
+        session = f"executor-{i}".encode()
+        self.executors[session] = VirtualExecutor(session, times, options.slots, self.ends)
+        self.core.on_executor(session, step.Hello(step.PROTOCOL_VERSIONS, f"e{i}", i, card, limits), self.now)
+
+    def run(self) -> dict[str, Any]:
+        options, core, seen = self.options, self.core, self.seen
         core.on_front(WORKER, front.Attach(front.FRONT_VERSION, "worker", 1, 1 << 28), self.now)
-        for i in range(options.executors):
-            times = StepTimes(options.step_ms / 1e3, options.row_us / 1e6, options.token_us / 1e6, options.jitter, i)
-            session = f"executor-{i}".encode()
-            self.executors[session] = VirtualExecutor(session, times, options.slots, self.ends)
-            hello = step.Hello(step.PROTOCOL_VERSIONS, f"e{i}", i, card, limits)
-            core.on_executor(session, hello, self.now)
-        self.turn(0.0, "the start")
+        for _ in range(options.executors):
+            self.join()
+        self.turn(time.process_time(), [], [], False)
         garbage.take_over()
+        seen.turns.clear()
+        seen.longest.clear()
+        seen.cpu = dict.fromkeys(seen.cpu, 0.0)
         started = time.process_time()
         source = trace(options.requests, options.rate, options.seed, options.long_prompts, options.burst)
         following = next(source, None)
@@ -171,25 +201,30 @@ class Simulation:
             until = self.now + 1e-4
             results: list[tuple[bytes, step.StepResult]] = []
             submits: list[front.Submit] = []
-            while self.events and self.events[0][0] <= until:
-                results.append(heapq.heappop(self.events)[2:])
+            while self.events and self.events[0][0] <= until and len(results) < EXECUTOR_FRAMES_A_TURN:
+                session, result = heapq.heappop(self.events)[2:]
+                if session in self.executors:
+                    results.append((session, result))
             while following is not None and following.at <= until and len(submits) < WORKER_FRAMES_A_TURN:
                 submits.append(self.submit(following))
                 following = next(source, None)
-            tick = deadline is not None and deadline <= self.now
-            began = time.process_time()
-            for session, result in results:
-                core.on_executor(session, result, self.now)
-            for submit in submits:
-                core.on_front(WORKER, submit, self.now)
-            if tick:
-                core.on_tick(self.now)
-            self.turn(began, f"{len(results)} results, {len(submits)} requests{', a tick' if tick else ''}")
-        return self.report(time.process_time() - started)
+            self.turn(time.process_time(), results, submits, deadline is not None and deadline <= self.now)
+            if self.now >= self.next_sample:
+                self.sample()
+        return report(self.options, core, seen, [*self.executors.values(), *self.gone], self.now - START, started)
+
+    def sample(self) -> None:
+        self.next_sample = self.now + SAMPLE
+        entry = self.core.fleet.models["m"]
+        served = [entry.queue.shares.served(tenant) for tenant in entry.queue.tokens]
+        if len(served) > 1:
+            self.seen.spreads.append(max(served) - min(served))
+        used = np.array([executor.table.used for executor in entry.executors])
+        self.seen.loads.append((float(used.mean()), float(used.std())))
 
     def submit(self, arrival: Arrival) -> front.Submit:
-        number = len(self.arrivals)
-        self.arrivals.append(arrival)
+        number = len(self.seen.arrivals)
+        self.seen.arrivals.append(arrival)
         name = f"r{number}"
         self.ends[name] = arrival.outputs
         shared = min(arrival.shared, arrival.prompt - 1)
@@ -206,89 +241,95 @@ class Simulation:
             priority=arrival.priority, arrival=arrival.at, block_hashes=hashes,
         )  # fmt: skip
 
-    def turn(self, began: float, what: str) -> None:
-        advanced = time.process_time()
-        self.core.advance(self.now)
-        items = self.core.take_outbox()
-        ended = time.process_time()
-        spent = ended - (began or advanced)
-        self.cpu += spent
-        self.turns.append(spent)
-        if len(self.longest) < 8 or spent > self.longest[0][0]:
-            waiting = len(self.core.fleet.models["m"].queue)
-            what += f"; {waiting} waiting, {1e3 * (ended - advanced):.1f} ms of it for plans"
-            (heapq.heappushpop if len(self.longest) == 8 else heapq.heappush)(self.longest, (spent, what))
+    def turn(
+        self, began: float, results: list[tuple[bytes, step.StepResult]], submits: list[front.Submit], tick: bool
+    ) -> None:
+        core, now, seen = self.core, self.now, self.seen
+        died = None
+        if now >= self.next_death:
+            self.next_death = now + self.options.kill_every
+            died = self.draw.choice(list(self.executors))
+            self.gone.append(self.executors.pop(died))
+            core.on_session_gone(died, now)
+            seen.deaths += 1
+        if len(self.executors) < self.options.executors and died is None:
+            self.join()
+        clock = [began, time.process_time()]
+        for session, result in results:
+            if session != died:
+                core.on_executor(session, result, now)
+        clock.append(time.process_time())
+        for submit in submits:
+            core.on_front(WORKER, submit, now)
+        clock.append(time.process_time())
+        if tick:
+            core.on_tick(now)
+        clock.append(time.process_time())
+        core.advance(now)
+        items = core.take_outbox()
+        clock.append(time.process_time())
+        other, of_results, of_arrivals, of_tick, of_plans = np.diff(clock)
+        for name, spent in (("results", of_results), ("arrivals", of_arrivals), ("plans", of_plans)):
+            seen.cpu[name] += spent
+        seen.cpu["other"] += other + of_tick
+        plans, admitted = self.deliver(items)
+        self.note(clock[-1] - began, clock, (len(results), len(submits), plans, admitted, died is not None))
+
+    def note(self, spent: float, clock: list[float], what: tuple[int, int, int, int, bool]) -> None:
+        """Keep the longest turns, each with its parts."""
+        longest = self.seen.longest
+        self.seen.turns.append(spent)
+        if len(longest) == 8 and spent <= longest[0][0]:
+            return
+        before, results, arrivals, tick, plans = 1e3 * np.diff(clock)
+        text = f"{what[0]} results {results:.1f} ms, {what[1]} requests {arrivals:.1f} ms, {what[2]} plans with "
+        text += f"{what[3]} admissions {plans:.1f} ms, tick {tick:.1f} ms"
+        text += f", a death {before:.1f} ms" if what[4] else ""
+        text += f"; {len(self.core.fleet.models['m'].queue)} waiting"
+        (heapq.heappushpop if len(longest) == 8 else heapq.heappush)(longest, (spent, text))
+
+    def deliver(self, items: list[tuple[Destination, Message]]) -> tuple[int, int]:
+        """Returns (plans, admissions)."""
+        seen, plans, admitted = self.seen, 0, 0
         for destination, message in items:
             if destination.kind == EXECUTOR:
-                if isinstance(message, step.StepPlan):
-                    self.plans += 1
-                    self.plan_rows += len(message.decode) // 4
-                    done, result = self.executors[destination.peer].run(message, self.now)
-                    heapq.heappush(self.events, (done, next(self.ties), destination.peer, result))
+                if isinstance(message, step.StepPlan) and destination.peer in self.executors:
+                    plans += 1
+                    admitted += len(message.admitted)
+                    self.plan(destination.peer, message)
             elif isinstance(message, front.Tokens):
                 self.on_tokens(unpack_int32(message.streams))
             elif isinstance(message, front.Finished):
-                self.over[message.stream] = self.now
+                seen.over[message.stream] = self.now
             elif isinstance(message, front.Failed | front.Rejected):
-                self.refused += 1
+                seen.refused += 1
         if self.received > (1 << 26):
             self.core.on_front(WORKER, front.Credit(self.core.workers.by_peer[WORKER].sent), self.now)
             self.received = 0
+        return plans, admitted
+
+    def plan(self, session: bytes, plan: step.StepPlan) -> None:
+        seen = self.seen
+        seen.plans += 1
+        seen.rows += len(plan.decode) // 4
+        for admission in plan.admitted:
+            number = int(admission.request_id[1:])
+            if np.isnan(seen.admitted[number]):
+                seen.admitted[number] = self.now
+                seen.order.append(number)
+                seen.found += admission.computed // BLOCK
+        done, result = self.executors[session].run(plan, self.now)
+        heapq.heappush(self.events, (done, next(self.ties), session, result))
 
     def on_tokens(self, streams: np.ndarray) -> None:
+        seen = self.seen
         self.received += len(streams)
-        before = self.last[streams]
+        before = seen.last[streams]
         fresh = np.isnan(before)
-        self.first[streams[fresh]] = self.now
-        if self.plans % 7 == 0:  # a sample is enough
-            self.gaps.append((self.now - before[~fresh]).astype(np.float32))
-        self.last[streams] = self.now
-
-    def report(self, cpu: float) -> dict[str, Any]:
-        core, options = self.core, self.options
-        arrived = np.array([arrival.at for arrival in self.arrivals])
-        ttft = self.first - arrived
-        gaps = np.concatenate(self.gaps) if self.gaps else np.zeros(1)
-        took = self.now - START
-        groups: dict[str, list[int]] = defaultdict(list)
-        kinds: Counter[str] = Counter()
-        for i, arrival in enumerate(self.arrivals):
-            kinds[arrival.tenant] += 1
-            groups[f"class {arrival.priority}"].append(i)
-            groups["tenant flood" if arrival.tenant == "flood" else "other tenants"].append(i)
-            groups["prompts over 8,000" if arrival.prompt >= 8000 else "other prompts"].append(i)
-        busy = sum(executor.busy for executor in self.executors.values())
-        return {
-            "options": {k: v for k, v in vars(options).items() if k != "json"},
-            "virtual_seconds": round(took, 1),
-            "requests": len(self.arrivals),
-            "finished": int(np.count_nonzero(~np.isnan(self.over))),
-            "refused_or_failed": self.refused,
-            "tokens": core.committer.tokens,
-            "steps": sum(executor.steps for executor in self.executors.values()),
-            "rows_a_step": round(self.plan_rows / max(self.plans, 1), 1),
-            "devices_busy": round(busy / took / options.executors, 3),
-            "ttft": {name: quantiles(ttft[members]) for name, members in sorted(groups.items())},
-            "itl": quantiles(gaps),
-            "preemptions": core.residency.preemptions,
-            "prefix_hit_blocks": core.residency.prefix_hits,
-            "core_cpu_seconds": round(self.cpu, 1),
-            "core_cpu_us_a_plan": round(1e6 * self.cpu / max(self.plans, 1), 1),
-            "turn_ms": quantiles(1e3 * np.array(self.turns)),
-            "longest_turns": [f"{1e3 * spent:.1f} ms: {what}" for spent, what in sorted(self.longest, reverse=True)],
-            "core_share_of_real_time": round(self.cpu / took, 3),
-            "cpu_seconds_of_the_run": round(cpu, 1),
-            "largest_tenant_requests": max(kinds.values()),
-        }
-
-
-def quantiles(values: np.ndarray) -> dict[str, float]:
-    values = values[~np.isnan(values)]
-    if not len(values):
-        return {}
-    p50, p90, p99 = np.quantile(values, [0.5, 0.9, 0.99])
-    return {"p50": round(float(p50), 4), "p90": round(float(p90), 4), "p99": round(float(p99), 4),
-            "max": round(float(values.max()), 3)}  # fmt: skip
+        seen.first[streams[fresh]] = self.now
+        if seen.plans % 7 == 0:  # a sample is enough
+            seen.gaps.append((self.now - before[~fresh]).astype(np.float32))
+        seen.last[streams] = self.now
 
 
 def main() -> int:
@@ -308,6 +349,7 @@ def main() -> int:
     add("--token-us", type=float, default=10.0)
     add("--jitter", type=float, default=0.1)
     add("--kv-overcommit", type=float, default=CoreConfig().kv_overcommit)
+    add("--kill-every", type=float, default=0.0, help="seconds between deaths of executors (0: none)")
     add("--itl-target", type=float, default=CoreConfig().itl_target)
     add("--fair-window", type=float, default=CoreConfig().fair_window)
     add("--fair-tokens", type=int, default=CoreConfig().fair_tokens)

@@ -30,7 +30,7 @@ from scheduler_svc.core.trials import Trials
 from scheduler_svc.reloaded import INTERVAL, Reloaded
 
 # From each socket, so that neither starves the other or the plans, and no turn is long.
-_EXECUTOR_FRAMES_A_TURN = 512
+EXECUTOR_FRAMES_A_TURN = 16
 WORKER_FRAMES_A_TURN = 32
 _LONGEST_WAIT = 1.0  # seconds
 _STALL = 0.5  # seconds more that a turn took: others' silence in that time says nothing about them
@@ -107,7 +107,7 @@ class Shell:
                 core.on_stall(now)
             turned = now
             if self._executors in ready:
-                self._receive(self._executors, _EXECUTOR_FRAMES_A_TURN, self._decode_step, core.on_executor, now)
+                self._receive(self._executors, EXECUTOR_FRAMES_A_TURN, self._decode_step, core.on_executor, now)
             if self._workers in ready:
                 self._receive(self._workers, WORKER_FRAMES_A_TURN, self._decode_front, on_front, now)
             for kind, monitor in self._monitors.items():

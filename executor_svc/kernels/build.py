@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from executor_svc.kernels import nvrtc
+from executor_svc.user_cache import user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,10 @@ def arch_of(capability: tuple[int, int]) -> str:
     return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
 
-def cache_dir() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "stepwire" / "kernels"
+def cache_dir() -> Path | None:
+    """None where nothing can be kept: the user has no home."""
+    folder = user_cache()
+    return folder / "kernels" if folder else None
 
 
 def build(
@@ -77,15 +79,16 @@ def build(
     options = [f"-arch={arch}", *_OPTIONS]
     key = _key(source, files[source], headers, options, expressions)
     folder = cache if cache is not None else cache_dir()
-    path = folder / f"{Path(source).stem}-{arch}-{key[:32]}.kernel"
-    found = _read(path, source, arch)
+    path = folder / f"{Path(source).stem}-{arch}-{key[:32]}.kernel" if folder is not None else None
+    found = _read(path, source, arch) if path is not None else None
     if found is not None:
         return found
     made = nvrtc.compile_source(
         files[source], source, headers, options, list(expressions), want_ptx=arch.startswith("compute_")
     )
     image = Image(source, arch, made.image, made.log, made.lowered, cached=False)
-    _write(path, image)
+    if path is not None:
+        _write(path, image)
     return image
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from executor_svc.compiled import kept_njit
 from executor_svc.sampling.rules import RowRules
 
 Float32 = npt.NDArray[np.float32]
@@ -22,7 +22,7 @@ _NO_IDS = np.empty(0, dtype=np.int32)
 _UNKNOWN = -1
 
 
-@numba.njit(cache=True, nogil=True)
+@kept_njit(nogil=True)
 def _adjust(
     logits: Float32,
     rows: Int64,

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from executor_svc.compiled import kept_njit
 from executor_svc.sampling.exp2 import EXP2, STEP, STEPS_PER_E, TABLE_BITS, TABLE_SIZE
 
 WEIGHT_BITS = 38  # 2**24 ids of the largest weight still sum below 2**62
@@ -38,7 +38,7 @@ _NUM_BUCKETS = (-_LOWEST >> _BUCKET_SHIFT) + 1
 _SCALE = np.array([2.0 ** (WEIGHT_BITS - k) for k in range(_OCTAVES + 2)])
 
 
-@numba.njit(cache=True, nogil=True, inline="always")
+@kept_njit(nogil=True, inline="always")
 def _weight(steps: float, exp2: npt.NDArray[np.float64], scale: npt.NDArray[np.float64]) -> tuple[int, int]:
     """``steps`` <= 0, in 1/64 octaves -> (weight, floor of steps). Monotone: the polynomial only ever falls short."""
     whole = math.floor(steps)
@@ -48,7 +48,7 @@ def _weight(steps: float, exp2: npt.NDArray[np.float64], scale: npt.NDArray[np.f
     return int(exp2[n & (TABLE_SIZE - 1)] * p * scale[-(n >> TABLE_BITS)] + 0.5), n
 
 
-@numba.njit(cache=True, nogil=True)
+@kept_njit(nogil=True)
 def _sorted_bucket(
     bucket: int, buckets: npt.NDArray[np.int16], weights: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
@@ -66,7 +66,7 @@ def _sorted_bucket(
     return keys
 
 
-@numba.njit(cache=True, nogil=True)
+@kept_njit(nogil=True)
 def _multiply_high(a: np.uint64, b: np.uint64) -> np.uint64:
     """Upper 64 bits of the 128-bit product."""
     low = np.uint64(0xFFFFFFFF)
@@ -77,7 +77,7 @@ def _multiply_high(a: np.uint64, b: np.uint64) -> np.uint64:
     return a1 * b1 + (middle >> s) + ((a0 * b1 + (middle & low)) >> s)
 
 
-@numba.njit(cache=True, nogil=True)
+@kept_njit(nogil=True)
 def _draw_one(
     logits: npt.NDArray[np.float32],
     top: float,
@@ -154,7 +154,7 @@ def _draw_one(
     return -1  # not reached: target < mass
 
 
-@numba.njit(cache=True, nogil=True)
+@kept_njit(nogil=True)
 def _draw_rows(
     logits: npt.NDArray[np.float32],
     rows: npt.NDArray[np.int64],

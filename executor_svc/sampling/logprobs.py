@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from executor_svc.compiled import kept_njit
 from executor_svc.sampling.exp2 import EXP2, STEP, STEPS_PER_E, TABLE_BITS, TABLE_SIZE
 from protos.step import RowLogprobs
 from protos.wire import LE_FLOAT32, LE_INT32
@@ -21,7 +21,7 @@ _LOWEST_OCTAVE = 80  # 2**24 ids below 2**-80 of the largest add less than float
 _SCALE = np.array([2.0**-k for k in range(_LOWEST_OCTAVE + 2)])
 
 
-@numba.njit(cache=True, nogil=True)
+@kept_njit(nogil=True)
 def _sift_down(heap: npt.NDArray[np.int64], at: int, size: int) -> None:
     """Restore a heap, smallest first, whose element ``at`` may have grown."""
     value = heap[at]
@@ -38,7 +38,7 @@ def _sift_down(heap: npt.NDArray[np.int64], at: int, size: int) -> None:
     heap[at] = value
 
 
-@numba.njit(cache=True, nogil=True)
+@kept_njit(nogil=True)
 def _score(
     row: npt.NDArray[np.float32],
     bits: npt.NDArray[np.int32],

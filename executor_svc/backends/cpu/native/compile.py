@@ -19,6 +19,8 @@ import llvmlite
 import llvmlite.binding as llvm
 import numba
 
+from executor_svc.user_cache import user_cache
+
 log = logging.getLogger(__name__)
 
 _ENTRY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -56,9 +58,8 @@ def load_forward(weights: str, kv_type: str, avx512: bool | None = None) -> ctyp
 
 
 def _folders() -> list[Path]:
-    stated = os.environ.get("NUMBA_CACHE_DIR")
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "stepwire"
-    return [Path(stated), user] if stated else [user]
+    stated, user = os.environ.get("NUMBA_CACHE_DIR"), user_cache()
+    return ([Path(stated)] if stated else []) + ([user] if user else [])
 
 
 def _key(weights: str, kv_type: str, avx512: bool) -> str:
@@ -124,8 +125,13 @@ def _write(path: Path, symbol: str, machine_code: bytes) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(body).digest() + body)
-        os.replace(file.name, path)  # two processes starting at once write the same bytes
+            try:
+                file.write(hashlib.sha256(body).digest() + body)
+                file.flush()
+                os.replace(file.name, path)  # two processes starting at once write the same bytes
+            except BaseException:
+                os.unlink(file.name)
+                raise
     except OSError:
         return False
     return True

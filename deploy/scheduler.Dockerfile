@@ -18,6 +18,6 @@ RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin stepwire
 USER stepwire
 EXPOSE 50051 5600
 # NOT_SERVING (so "unhealthy") until an executor has brought a model.
-HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-m", "stepwire.probe"]
+HEALTHCHECK --interval=10s --timeout=15s --start-period=300s --retries=3 CMD ["python", "-m", "stepwire.probe"]
 ENTRYPOINT ["python", "-m", "scheduler_svc"]
 CMD ["--listen=0.0.0.0:50051"]

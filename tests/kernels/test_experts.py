@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.experts import Layer
 from executor_svc.kernels.build import SOURCE_DIR
 from executor_svc.kernels.experts import ExpertKernels, ExpertShape, Routing
 from executor_svc.kernels.launch import Launcher
@@ -393,3 +394,17 @@ def test_padded_rows_of_a_captured_step_go_nowhere(monkeypatch: pytest.MonkeyPat
     assert ids[3].eq(-1).all()
     assert ids[:3].ge(0).all()
     assert captured.tiles[:, 2].sum() == 6
+
+
+def test_the_bench_counts_and_computes_the_same_as_torch() -> None:
+    shape = ExpertShape(BF16, 64, 32, 16, 2, True)
+    layer = Layer(make_launcher(), shape, 5)
+    out = layer.run()
+    ids, weights = layer.routing.ids, layer.routing.weights
+    parts = layer.torch_products()()
+    expected = torch.zeros(5, 64)
+    for place, pair in enumerate(ids.flatten().argsort(stable=True).tolist()):
+        expected[pair // 2] += parts[place].float() * weights.flatten()[pair]
+    assert float((out - expected).abs().max() / expected.abs().max()) < TOLERANCE[BF16]
+    assert layer.used_bytes() == len(set(ids.flatten().tolist())) * 3 * 32 * 64 * 2
+    assert layer.flops() == 10 * 3 * 32 * 64 * 2

@@ -2,7 +2,8 @@
 # make serve                both services, until Ctrl-C
 # make test                 lint, types and tests, without the long campaigns; make test-all runs those too
 # make test-kernels         the CUDA kernels alone, without a GPU
-# make gpu-check            on a GPU machine: the same on the device, under its sanitizer, end to end, measured
+# make gpu-check [STAGE=..] on a GPU machine: the same on the device, under its sanitizer, end to end, measured
+# make gpu-wheels           what gpu-check needs beside torch, cupy and NVRTC, for a GPU machine without a network
 # make lint | format | protos | bench | constraints | clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -21,7 +22,7 @@ endif
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: run serve test test-all test-kernels gpu-check lint format protos bench constraints clean run-deps dev-deps
+.PHONY: run serve test test-all test-kernels gpu-check gpu-wheels lint format protos bench constraints clean run-deps dev-deps
 
 run: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) -- \
@@ -42,7 +43,12 @@ test-kernels: $(VENV)/.dev
 # In whatever environment has torch for the GPU and cupy: see docs/cuda.md. Figures go to .run/gpu-check.
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 gpu-check:
-	@$(GPU_PYTHON) -m bench.gpu_check
+	@$(GPU_PYTHON) -m bench.gpu_check --stage "$(STAGE)"
+
+gpu-wheels: | $(VENV)/bin/python
+	$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -c constraints.txt \
+	  --platform manylinux2014_x86_64 $(foreach libc,17 26 27 28,--platform manylinux_2_$(libc)_x86_64) -d .run/gpu-wheels \
+	  msgspec pyzmq gguf grpcio grpcio-health-checking grpcio-reflection googleapis-common-protos protobuf
 
 test-all: lint $(MODEL)
 	$(PY) -m pytest

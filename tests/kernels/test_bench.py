@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench import decode, gpu_check, kernels
+from bench import build_kernels, decode, gpu_check, kernels
 from bench.kernels import Workload, decode_workloads, prefill_workloads
+from executor_svc.backends.cuda import device
+from executor_svc.kernels.table import all_kernels
 from tests.kernels.backends import make_device
 from tests.kernels.ptx.launcher import PtxLauncher
 from tests.kernels.tiny_models import LLAMA
@@ -122,15 +126,104 @@ def test_the_decode_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode.step_bytes(model.config, model.facts, 2, 100) == expected
 
 
-def test_gpu_check_has_every_part(tmp_path: Path) -> None:
-    names = [name for name, _ in gpu_check.parts(tmp_path)]
-    assert names[0] == "kernel tests on the device"
-    assert {"memcheck", "racecheck", "both services", "kernels, measured", "decode steps, measured"} <= set(names)
-    for _, command in gpu_check.parts(tmp_path):
-        for word in command or []:
-            assert not word.startswith("tests/") or Path(word.split("::")[0]).exists(), word
+def test_gpu_check_runs_what_exists(tmp_path: Path) -> None:
+    found = gpu_check.stages(tmp_path)
+    assert [stage.name for stage in found] == [
+        "build", "tests", "services", "kernels", "decode", "memcheck", "racecheck",
+    ]  # fmt: skip
+    for stage in found:
+        assert gpu_check.missing(stage.needs) == [], "what it needs is what is installed here"
+        for word in stage.command:
+            assert not word.startswith("tests/") or Path(word).exists(), word
+            if word.startswith("bench."):
+                assert importlib.util.find_spec(word), word
+    assert sum(stage.seconds for stage in found[:3]) < gpu_check.SECONDS
 
 
-def test_a_sanitizer_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not gpu_check.run("memcheck", None)
-    assert "memcheck: no compute-sanitizer here" in capsys.readouterr().out
+def test_gpu_check_has_every_test_that_runs_on_a_device() -> None:
+    """Whatever takes its launcher or device from backends.py; what has only the interpreter is of no use there."""
+    on_device = {
+        path.stem.removeprefix("test_")
+        for path in Path(__file__).parent.glob("test_*.py")
+        if re.search(r"from tests\.kernels\.backends import .*make_", path.read_text())
+    }
+    assert set(gpu_check.DEVICE_TESTS) == on_device - {"bench"} | {"device"}
+
+
+def test_sanitizers_look_at_every_kernel_of_ours(tmp_path: Path) -> None:
+    command = gpu_check.sanitizer("memcheck", tmp_path / "report")
+    filters = [word.removeprefix("kernel_substring=") for word in command if word.startswith("kernel_substring=")]
+    for name in all_kernels():
+        symbol_part = name.split("<")[0]
+        assert symbol_part in filters
+
+
+def _stage(tmp_path: Path, code: str, **options: Any) -> gpu_check.Stage:
+    sizes: dict[str, Any] = {"seconds": 60.0, "needs": []} | options
+    return gpu_check.Stage("some", command=[sys.executable, "-c", code], **sizes)
+
+
+def test_a_stage_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = gpu_check.run(_stage(tmp_path, "print('one'); print('two')"), 60)
+    assert (good.state, good.status, good.tail) == ("passed", 0, ["one", "two"])
+    bad = gpu_check.run(_stage(tmp_path, "raise SystemExit(3)"), 60)
+    assert (bad.state, bad.why) == ("failed", "exit status 3")
+    report = tmp_path / "report"
+    report.write_text("========= Invalid read\n========= ERROR SUMMARY: 1 error\n")
+    monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: "there")
+    found = gpu_check.run(_stage(tmp_path, "raise SystemExit(9)", report=report), 60)
+    assert (found.state, found.why) == ("failed", "the sanitizer found something; ERROR SUMMARY: 1 error")
+
+
+def test_a_stage_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\ntime.sleep(600)"
+    )
+    late = gpu_check.run(_stage(tmp_path, code, seconds=2.0), 60)
+    assert late.state == "timed out"
+    assert "STAGE=some" in late.why
+    state = Path(f"/proc/{late.tail[0]}/stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_what_is_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: None)
+    for options, left, why in (
+        ({"needs": ["json", "no_such_module", "no.such"]}, 60, "it needs no_such_module, no.such"),
+        ({"report": tmp_path / "report"}, 60, "no compute-sanitizer here"),
+        ({}, 5, "no time is left for it; alone: make gpu-check STAGE=some"),
+    ):
+        outcome = gpu_check.run(_stage(tmp_path, "", **options), left)
+        assert outcome.state == "not run"
+        assert outcome.why.startswith(why)
+
+
+def test_every_stage_runs_and_its_state_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Whatever one of them did before."""
+    chosen = [_stage(tmp_path, code) for code in ("raise SystemExit(1)", "")]
+    chosen = [dataclasses.replace(stage, name=name) for stage, name in zip(chosen, ("first", "second"), strict=True)]
+    monkeypatch.setattr(gpu_check, "stages", lambda out: chosen)
+    monkeypatch.setattr(device, "open_device", lambda: SimpleNamespace(description=lambda: "a device"))
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--out", str(tmp_path / "out")])
+    assert gpu_check.main() == 1
+    kept = json.loads((tmp_path / "out" / "check.json").read_text())
+    assert [(stage["stage"], stage["state"]) for stage in kept["stages"]] == [("first", "failed"), ("second", "passed")]
+    assert kept["device"] == "a device"
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--stage", "second", "--out", str(tmp_path / "out")])
+    assert gpu_check.main() == 0
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--stage", "third"])
+    with pytest.raises(SystemExit):
+        gpu_check.main()
+    assert "third: not one of first, second" in capsys.readouterr().err
+
+
+@pytest.mark.nvrtc
+def test_kernels_are_built_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    out = tmp_path / "built.json"
+    arguments = ["--arch", "sm_90a", "--only", "silu", "--jobs", "1", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["build_kernels", *arguments])
+    assert build_kernels.main() == 0
+    assert "3 of 3 kernels for sm_90a" in capsys.readouterr().out
+    assert all(row["registers"] > 0 and not row["spill_bytes"] for row in json.loads(out.read_text()))

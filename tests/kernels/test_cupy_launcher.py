@@ -15,6 +15,8 @@ from executor_svc.kernels import launch as launching
 from executor_svc.kernels.launch import CupyLauncher
 from executor_svc.kernels.signature import LaunchError
 from executor_svc.kernels.table import find_kernel
+from tests.kernels import backends
+from tests.kernels.ptx.launcher import PtxLauncher
 
 
 class _Cupy:
@@ -98,6 +100,17 @@ def test_null_pointers_and_shared_memory(cupy: _Cupy, monkeypatch: pytest.Monkey
     cupy.most_smem = 64 << 10
     with pytest.raises(LaunchError, match=r"paged_decode<bf16, 128>: \d+ bytes of shared memory, the device has 65536"):
         CupyLauncher().kernel(name)
+
+
+@pytest.mark.nvrtc
+def test_of_large_tensors_the_device_tests_copy_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways: gigabytes that no test uses stay where they are."""
+    monkeypatch.setattr(backends, "_LARGE", 64)
+    monkeypatch.setattr(backends, "_TAIL", 16)
+    ids, last, slots = torch.full((16,), -1), torch.tensor([7]), torch.zeros(16, dtype=torch.int32)
+    gather = backends.MirrorLauncher(PtxLauncher(check_races=False)).kernel("gather_ids")
+    gather((1,), (128,), (ids, last, slots, np.int32(16)))
+    assert ids.tolist() == [-1] * 14 + [7, 7]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a launch of nothing: only where no driver would try it")

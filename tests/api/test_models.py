@@ -170,6 +170,20 @@ def test_a_file_at_which_the_library_panics_is_unusable() -> None:
     assert "out of range" in model.text_fault
 
 
+@pytest.mark.parametrize("where", ["vocab", "added"])
+def test_ids_that_would_take_all_memory(where: str) -> None:
+    """The library makes a table with room for the highest; it ends the process where there is none."""
+    spec = json.loads(FILES["tokenizer.json"])
+    if where == "vocab":
+        spec["model"]["vocab"]["a"] = 2**31
+    else:
+        spec["added_tokens"][0]["id"] = 2**31
+    model = Model(model_state())
+    prepare(model, {**FILES, "tokenizer.json": json.dumps(spec).encode()})
+    assert model.tokenizer is None
+    assert "token id 2147483648, must be below 4194304" in model.text_fault
+
+
 def test_command_line() -> None:
     args = parser().parse_args(["--front", "ipc:///tmp/x", "--worker-name", "w3", "--reuse-port", "--window", "9"])
     config = config_of(args)

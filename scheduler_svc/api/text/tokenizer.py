@@ -6,17 +6,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer as HfTokenizer
 
 from scheduler_svc.api.text.pieces import PieceTable
 
 # No vocabulary has a piece this long: a text above this many bytes a token of context cannot fit, whatever it says.
 MAX_PIECE_BYTES = 512
+MAX_ID = 1 << 22  # the library makes tables of as many entries as the highest id; the largest real one is a million
 SHORT_TEXT = 2048  # characters that are encoded in less time than a thread, or a release of the GIL, would cost
 
 
 class BadTokenizer(ValueError):
     """The tokenizer's files cannot be used; the message says why."""
+
+
+class _Added(msgspec.Struct):
+    id: int
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]] | None = None  # a list: of a piece and its score, by id
+
+
+class _File(msgspec.Struct):
+    """What is read of tokenizer.json before the library reads it."""
+
+    model: _Model
+    added_tokens: list[_Added] | None = None
+
+
+def _check_ids(tokenizer_json: bytes) -> None:
+    try:
+        file = msgspec.json.decode(tokenizer_json, type=_File)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise BadTokenizer(f"tokenizer.json: {error}") from error
+    vocab = file.model.vocab
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(added.id for added in file.added_tokens or ())]
+    highest = max(ids, default=0)
+    if highest >= MAX_ID:
+        raise BadTokenizer(f"tokenizer.json: token id {highest}, must be below {MAX_ID}")
 
 
 @contextmanager
@@ -37,6 +66,7 @@ class Tokenizer:
     """``pieces`` is for decoding. Encoding a long text releases the GIL: it belongs in a thread (see request.py)."""
 
     def __init__(self, tokenizer_json: bytes, config: dict[str, Any]) -> None:
+        _check_ids(tokenizer_json)
         with _library():
             self._hf = HfTokenizer.from_str(tokenizer_json.decode())
             # Truncation and padding are for training batches; a prompt is never cut silently.

@@ -4,9 +4,10 @@
 
 constexpr int WARPS = 4, ROWS = 16, WARP_ROWS = ROWS / WARPS, TILE = 32;
 
-// grid (items, kv_heads), block 128, shared memory: see plan.f32_smem. Tensors as in paged_decode.
+// grid (items, kv_heads), block 128, shared memory: see table.f32_smem. Tensors as in paged_decode. Four blocks allow 128
+// registers: unasked, ptxas aims lower and spills at some head sizes.
 template <int D>
-__global__ void __launch_bounds__(WARPS* WARP)
+__global__ void __launch_bounds__(WARPS* WARP, 4)
     paged_attention_f32(float* out, float* part_out, float* part_lse, const float* q, const float* key_cache,
                         const float* value_cache, const int* block_tables, const int* items, int table_stride,
                         int block_size, int group, int q_stride, int window, float scale, float softcap) {

@@ -14,7 +14,7 @@ template <class T, int D> struct Shape {
   DEV static constexpr int merge_offset(int row) { return row_offset<float, D, 8>(row); }
 };
 
-// grid (items, kv_heads), block 128, shared memory: see plan.decode_smem.
+// grid (items, kv_heads), block 128, shared memory: see table.decode_smem.
 // out [tokens, kv_heads * group, D], q the same with q_stride elements a token; part_out [slots, kv_heads, 16, D],
 // part_lse [slots, kv_heads, 16] (log2).
 template <class T, int D>
@@ -41,27 +41,30 @@ __global__ void __launch_bounds__(WARPS* WARP)
   T* pipeline = shared + S::ROWS + warp * S::STAGES * S::STAGE;
   const int first = item.kv_begin / TILE * TILE;
   const int tiles = item.kv_end > first ? (item.kv_end - first + TILE - 1) / TILE : 0;
-  const auto load = [&](int tile, int stage) {  // always commits, so that the wait can count groups
+  using Rows = RowCopier<T, D, TILE>;
+  const auto rows_of = [&](int tile) { return Rows(pages, first + tile * TILE, item.kv_end); };
+  const auto load = [&](int tile, int stage, const Rows& rows_of_tile) {
     if (tile < tiles) {
       T* keys = pipeline + stage * S::STAGE;
-      const RowCopier<T, D, TILE> rows_of(pages, first + tile * TILE, item.kv_end);
-      rows_of.copy(keys, key_cache);
-      rows_of.copy(keys + S::ROWS, value_cache);
+      rows_of_tile.copy(keys, key_cache);
+      rows_of_tile.copy(keys + S::ROWS, value_cache);
     }
-    cp_async_commit();
+    cp_async_commit();  // even if empty, so that the wait can count groups
   };
 
   float acc[1][D / 8][4] = {};
   RowState state;
 #pragma unroll
-  for (int stage = 0; stage < S::STAGES - 1; ++stage) load(warp + stage * WARPS, stage);
+  for (int stage = 0; stage < S::STAGES - 1; ++stage) load(warp + stage * WARPS, stage, rows_of(warp + stage * WARPS));
+  Rows next = rows_of(warp + (S::STAGES - 1) * WARPS);
   cp_async_wait<S::STAGES - 1>();
   __syncthreads();  // the queries are here
   int stage = 0;
   for (int tile = warp; tile < tiles; tile += WARPS) {
     cp_async_wait<S::STAGES - 2>();
     __syncwarp();  // this tile has arrived for all lanes, and all have left the stage that is filled next
-    load(tile + (S::STAGES - 1) * WARPS, (stage + S::STAGES - 1) % S::STAGES);
+    load(tile + (S::STAGES - 1) * WARPS, (stage + S::STAGES - 1) % S::STAGES, next);
+    next = rows_of(tile + S::STAGES * WARPS);  // the block table is read a tile ahead: nothing waits for it
     const T* keys = pipeline + stage * S::STAGE;
     float scores[1][TILE / 8][4];
     multiply_keys<T, D, TILE, 1>(scores, load_q, keys);

@@ -31,10 +31,11 @@ struct Pages {
   const int* table;  // this row's block ids
   int block_size, kv_heads, kv_head;
 
-  // Index of a token's vector, in units of head_dim elements. 64-bit: a cache has more than 2^31 elements.
-  DEV int64_t vector_index(int position) const {
+  // Index of a token's vector, in units of head_dim elements. Offsets in elements need 64 bits; this does not: 2^31
+  // vectors would be 256 GiB of keys and as much of values, of one layer.
+  DEV int vector_index(int position) const {
     const int block = position / block_size;
-    return ((int64_t)table[block] * kv_heads + kv_head) * block_size + (position - block * block_size);
+    return (table[block] * kv_heads + kv_head) * block_size + (position - block * block_size);
   }
 };
 
@@ -56,7 +57,7 @@ template <class T, int D, int PAD = VEC<T>> DEV constexpr int row_offset(int row
 template <class T, int D, int ROWS> struct RowCopier {
   static constexpr int CHUNKS = D / VEC<T>;
   static_assert(ROWS <= WARP && ROWS * CHUNKS % WARP == 0 && ROWS % LINE_ROWS<T, D> == 0);
-  int64_t index;  // of the token of lane % ROWS, or -1
+  int index;  // of the token of lane % ROWS, or -1
 
   DEV RowCopier(const Pages& pages, int first, int end) {
     const int position = first + threadIdx.x % ROWS;
@@ -66,8 +67,8 @@ template <class T, int D, int ROWS> struct RowCopier {
 #pragma unroll
     for (int step = 0; step < ROWS * CHUNKS / WARP; ++step) {
       const int i = step * WARP + threadIdx.x % WARP, r = i / CHUNKS, c = i % CHUNKS * VEC<T>;
-      const int64_t from = __shfl_sync(ALL_LANES, index, r);
-      cp_async16(tile + row_offset<T, D>(r) + c, cache + (from < 0 ? 0 : from * D + c), from < 0 ? 0 : 16);
+      const int from = __shfl_sync(ALL_LANES, index, r);
+      cp_async16(tile + row_offset<T, D>(r) + c, cache + (from < 0 ? 0 : (int64_t)from * D + c), from < 0 ? 0 : 16);
     }
   }
 };

@@ -12,7 +12,7 @@ constexpr int WARPS = 4;
 template <int D> constexpr int ROW_TILES = D > 128 ? 1 : 2;
 template <int D> constexpr int KV_TILE = D == 96 || D == 128 ? 32 : 64;  // 64 would spill there
 
-// grid (items, kv_heads), block 128, shared memory: see plan.prefill_smem. Tensors as in paged_decode; an item covers
+// grid (items, kv_heads), block 128, shared memory: see table.prefill_smem. Tensors as in paged_decode; an item covers
 // all KV positions of its queries (slot -1).
 template <class T, int D>
 __global__ void __launch_bounds__(WARPS* WARP)
@@ -34,12 +34,12 @@ __global__ void __launch_bounds__(WARPS* WARP)
   copy_queries<T, D, ROWS, WARPS * WARP>(queries, q, q_stride, item.first_token, rows, group, kv_head);
   const int first = item.kv_begin / TILE * TILE;
   const int tiles = item.kv_end > first ? (item.kv_end - first + TILE - 1) / TILE : 0;
-  const auto load = [&](T* to, const T* cache, int tile) {  // each warp a quarter
-    constexpr int SHARE = TILE / WARPS;
-    const RowCopier<T, D, SHARE> rows_of(pages, first + tile * TILE + warp * SHARE, item.kv_end);
-    rows_of.copy(to + warp * row_offset<T, D>(SHARE), cache);
-  };
-  if (tiles > 0) load(keys, key_cache, 0);
+  constexpr int SHARE = TILE / WARPS;  // rows that each warp copies
+  using Rows = RowCopier<T, D, SHARE>;
+  const auto rows_of = [&](int tile) { return Rows(pages, first + tile * TILE + warp * SHARE, item.kv_end); };
+  const int share = warp * row_offset<T, D>(SHARE);
+  Rows loaded = rows_of(0);
+  if (tiles > 0) loaded.copy(keys + share, key_cache);
   cp_async_commit();
 
   float acc[MT][D / 8][4] = {};
@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(WARPS* WARP)
   for (int tile = 0; tile < tiles; ++tile) {
     cp_async_wait<0>();
     __syncthreads();  // the keys are here, and no warp reads the last values any more
-    load(values, value_cache, tile);
+    loaded.copy(values + share, value_cache);
     cp_async_commit();
+    loaded = rows_of(tile + 1);  // the block table is read while the scores are computed: nothing waits for it
     float scores[MT][TILE / 8][4];
     const auto load_q = [&](uint32_t(&a)[4], int m, int k) {
       ldmatrix_x4(a, queries + row_offset<T, D>(warp * WARP_ROWS + m * 16 + lane % 16) + k * 16 + lane / 16 * 8);
@@ -60,7 +61,7 @@ __global__ void __launch_bounds__(WARPS* WARP)
                               rows, group, window);
     cp_async_wait<0>();
     __syncthreads();  // the values are here, and no warp reads the keys any more
-    if (tile + 1 < tiles) load(keys, key_cache, tile + 1);
+    if (tile + 1 < tiles) loaded.copy(keys + share, key_cache);
     cp_async_commit();
     multiply_values<T, D, TILE, MT>(acc, scores, values);
   }

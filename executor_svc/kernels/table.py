@@ -77,10 +77,9 @@ def expert_columns(tile_rows: int) -> int:
 
 
 def expert_smem(tile_rows: int, element_bytes: int) -> int:
-    """expert_gate_up and expert_down: stages of the tile's rows and the matrix's, each row 16 bytes longer than its
-    part of the depth."""
+    """expert_gate_up and expert_down: stages of the tile's rows and the matrix's, a part of the depth each."""
     depth, stages = {0: (32, 2), 16: (128, 4)}.get(tile_rows, (64, 3))
-    return stages * ((tile_rows or 16) + expert_columns(tile_rows)) * (depth * element_bytes + 16)
+    return stages * ((tile_rows or 16) + expert_columns(tile_rows)) * depth * element_bytes
 
 
 _ATTENTION_VALUES = (
@@ -125,6 +124,7 @@ _TEMPLATES = {
         "T* out, const f32* part_out, const f32* part_lse, const i32* merges, i32 group, i32 head_dim",
         128,
         {"T": TYPES},
+        registers=lambda head_dim: 128,
     ),
     "rope_kv_write": _Template(
         "rope_kv_write.cu",
@@ -193,7 +193,7 @@ _TEMPLATES = {
         " i32 depth",
         128,
         smem=expert_smem,
-        registers=lambda size: 80,
+        registers=lambda size: 112,
         opcodes=("FFMA", "LDGSTS", "LDS.128"),
     ),
     "expert_down_f32": _Template(
@@ -201,7 +201,7 @@ _TEMPLATES = {
         "f32* parts, const f32* hidden, const f32* down, const i32* tiles, const i32* pairs, i32 width, i32 depth",
         128,
         smem=expert_smem,
-        registers=lambda size: 80,
+        registers=lambda size: 112,
         opcodes=("FFMA", "LDGSTS", "LDS.128"),
     ),
     "combine_experts": _Template(

@@ -44,6 +44,16 @@ BUGS = [
     ),
     Bug("no barrier in the merge", "paged_decode.cu", "  __syncthreads();\n  for (int i", "  for (int i", IN_FLIGHT),
     Bug("a wait one group short", "paged_decode.cu", "wait<S::STAGES - 2>", "wait<S::STAGES - 1>", IN_FLIGHT),
+    Bug("a wait too short for the queries", "paged_decode.cu", "wait<S::STAGES - 1>", "wait<S::STAGES>", IN_FLIGHT),
+    Bug("a wait one group short in float32", "paged_attention_f32.cu", "wait<1>", "wait<2>", IN_FLIGHT, F32),
+    Bug(
+        "pages of the tile before", "paged_decode.cu", "rows_of(tile + S::STAGES * WARPS)",
+        "rows_of(tile + (S::STAGES - 1) * WARPS)", WRONG, window=0,
+    ),
+    Bug(
+        "pages of the tile before, in prefill", "paged_prefill.cu", "rows_of(tile + 1)", "rows_of(tile)", WRONG,
+        prefill=True,
+    ),
     Bug(
         "keys overwritten too early", "paged_prefill.cu",
         "    __syncthreads();  // the values are here", "    //", IN_FLIGHT, prefill=True,
@@ -67,7 +77,7 @@ BUGS = [
         "global access out of bounds",
     ),
     Bug(
-        "offsets of 32 bits", "paged_kv.cuh", "from * D + c)", "(int)(from * D + c))", "out of bounds|wrong",
+        "offsets of 32 bits", "paged_kv.cuh", "(int64_t)from * D + c", "from * D + c", "out of bounds|wrong",
         first_block=(1 << 32) // (64 * 16),
     ),
     Bug("swapped operands a1 and a2", "common.cuh", '"r"(a[1]), "r"(a[2])', '"r"(a[2]), "r"(a[1])', WRONG),
@@ -83,7 +93,7 @@ BUGS = [
         prefill=True,
     ),
     Bug("no rescaling", "attention_tile.cuh", "out[n][half * 2] *= correction;", ";", WRONG),
-    Bug("a merge without weights", "paged_merge.cu", "x += fast_exp2(part_lse[at] - top) *", "x +=", WRONG),
+    Bug("a merge without weights", "paged_merge.cu", "x.x += w * part.x", "x.x += part.x", WRONG),
     Bug("weights not handed over", "paged_attention_f32.cu", "__syncwarp();", "", "data race in shared", F32),
     Bug(
         "a stage overwritten too early", "paged_attention_f32.cu", "    __syncthreads();  // all have left", "    //",

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 _SURVEY_INTERVAL = 1.0  # seconds between looks for requests that nobody can take
 _SURVEYED_A_TICK = 2048  # of them
+_ADMISSIONS_A_TURN = 32  # from so many on, other executors' plans are made in the next turn, which comes at once
 
 
 class Core:
@@ -72,6 +73,8 @@ class Core:
         self.sessions = Sessions(self)
         self._last_tick = now
         self._last_survey = now
+        self._admissions_left = _ADMISSIONS_A_TURN
+        self._unfinished: float | None = None  # when a turn left plans to the next one
         self._to_survey: list[list[Entry]] = []  # waiting sequences of this look that are still to be looked at
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -151,7 +154,9 @@ class Core:
                 self.outbox.to_worker(destination.peer, front.Ping(self.incarnation))
 
     def next_deadline(self) -> float | None:
-        """When `on_tick` has something to do, if no event comes before."""
+        """When `on_tick` or `advance` has something to do, if no event comes before."""
+        if self._unfinished is not None:
+            return self._unfinished
         soonest = None
         if self.outbox.last_sent or self.fleet.models:
             soonest = self._last_tick + self.config.ping_interval
@@ -163,8 +168,11 @@ class Core:
     # -- output ------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Fill every pipeline that has room, one plan an executor at a time."""
+        """Fill every pipeline that has room, one plan an executor at a time, until too many were admitted for a turn:
+        then `next_deadline` asks for another one at once, so that what was planned is not held back."""
         self.outbox.at(now)
+        self._unfinished = None
+        self._admissions_left = _ADMISSIONS_A_TURN
         fleet = list(self.fleet.sessions.values())
         open_to_plans = [executor for entry in self.fleet.models.values() for executor in entry.open.values()]
         while open_to_plans:
@@ -177,6 +185,12 @@ class Core:
             models = self.fleet.describe()
             for peer in self.workers.by_peer:
                 self.outbox.to_worker(peer, models)
+        self.fleet.remains.take_apart()
+
+    @property
+    def has_more_to_plan(self) -> bool:
+        """The last turn was long enough: `advance` should be called again, at once."""
+        return self._unfinished is not None
 
     def take_outbox(self) -> list[tuple[Destination, Message]]:
         return self.outbox.take()
@@ -188,11 +202,15 @@ class Core:
             self.sessions.drain(executor, now)
         if len(executor.inflight) >= self.config.depth:
             return False
+        if self._admissions_left <= 0:
+            self._unfinished = now
+            return False
         able = executor.status in (ExecutorStatus.READY, ExecutorStatus.DRAINING)
         plan = self.planner.plan(executor, fleet, now) if able else None
         if plan is None:
             self.fleet.found_nothing(executor)
             return False
+        self._admissions_left -= len(plan.admitted)
         self.fleet.planned(executor, executor.inflight[-1])
         self.outbox.to_executor(executor.session, plan)
         return True

@@ -12,6 +12,7 @@ from scheduler_svc.core.models import ModelEntry
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Outbox
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.pipeline import PlanRecord
+from scheduler_svc.core.remains import Remains
 from scheduler_svc.core.unanswered import Unanswered
 
 # Two views of a batch that differ make a quarantine. A batch that raises is more likely the fault of a request, which
@@ -35,6 +36,7 @@ class Fleet:
         self.sessions: dict[bytes, ExecutorState] = {}
         self.models: dict[str, ModelEntry] = {}
         self.reputations: dict[str, Reputation] = {}
+        self.remains = Remains()
         self._config = config
         self._outbox = outbox
         self._unanswered = unanswered
@@ -97,6 +99,7 @@ class Fleet:
         self._close(executor)
         self._unanswered.given_up(executor)
         executor.cache.close()
+        self.remains.add(executor.cache, executor.pool)
         del self.sessions[executor.session]
         self._outbox.drop_peer(Destination(EXECUTOR, executor.session))
         entry = executor.model
@@ -113,7 +116,9 @@ class Fleet:
     def start_epoch(self, executor: ExecutorState, epoch: Epoch) -> None:
         """Its sequences were taken from it before."""
         self._unanswered.given_up(executor)
+        cache, pool = executor.cache, executor.pool
         executor.start_epoch(epoch)
+        self.remains.add(cache, pool)
         self._open(executor)
 
     def drains(self, executor: ExecutorState) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from protos import front, step
-from scheduler_svc.core import models, prefix_homes, routing
+from scheduler_svc.core import models, prefix_homes, remains, routing
 from scheduler_svc.core.executor import ExecutorState
 from scheduler_svc.core.planner import Planner
 from scheduler_svc.core.prefix_homes import PrefixHomes
@@ -292,6 +292,48 @@ def test_the_homes_of_prefixes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
     homes.add(b"often", b"15")
     assert homes.of(b"often")[-1] == b"15"
     assert len(homes.of(b"often")) == 8
+
+
+def test_a_turn_ends_when_many_were_admitted_and_the_next_comes_at_once() -> None:
+    world, worker = simple_world(8, limits=step.Limits(400, 4, 64, 16))
+    world.batching = True
+    for i in range(300):
+        worker.submit([i + 1], 1)
+    turns, core = [], world.core
+    while True:
+        core.advance(world.now)
+        items = core.take_outbox()
+        plans = [message for _, message in items if isinstance(message, step.StepPlan)]
+        turns.append(sum(len(plan.admitted) for plan in plans))
+        deadline = core.next_deadline()
+        assert core.has_more_to_plan == (deadline is not None and deadline <= world.now)
+        if not core.has_more_to_plan:
+            break
+    assert max(turns) < 32 + 16, "what one plan brings beyond the bound"
+    assert sum(turns) == 8 * 2 * 16, "every pipeline is full"
+
+
+def test_what_a_dead_executor_held_is_taken_apart_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remains, "_ITEMS_A_TURN", 10)
+    world, worker = simple_world(2, limits=step.Limits(400, 4, 16, 256))
+    submit_all(world, worker, [([i + 1] * 40, 4, i) for i in range(16)])
+    world.run_all()
+    session = next(s for s, executor in world.executors.items() if executor.rows)
+    cache = world.core.fleet.sessions[session].cache
+    runs = len(cache.by_hash)
+    assert runs > 4
+    world.kill_executor(session)
+    turns = 0
+    while len(world.core.fleet.remains):
+        before = len(cache.by_hash)
+        world.settle()
+        assert before - len(cache.by_hash) <= 10
+        turns += 1
+    assert turns > 4
+    assert not cache.by_hash
+    submit_all(world, worker, [([i + 1] * 40, 4, i) for i in range(16)])
+    world.run_all()
+    assert_reference(worker)
 
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 600_000])

@@ -243,7 +243,7 @@ class World:
         """Plans made, messages carried, invariants checked."""
         self.events += 1
         self.core.advance(self.now)
-        while items := self.core.take_outbox():
+        while (items := self.core.take_outbox()) or self.core.has_more_to_plan:
             for destination, message in self.tamper(items):
                 self._deliver(destination, message)
             self.core.advance(self.now)

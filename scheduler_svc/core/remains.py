@@ -1,0 +1,42 @@
+"""What executors and epochs that are over leave behind, taken apart a little in every turn.
+
+A cache of a million blocks that is freed at once stops the core for 30 ms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+_ITEMS_A_TURN = 2048
+
+
+class Remains:
+    def __init__(self) -> None:
+        self._containers: list[list[Any] | dict[Any, Any]] = []
+
+    def __len__(self) -> int:
+        return len(self._containers)
+
+    def add(self, *things: object) -> None:
+        """Objects that nobody will use again. What they hold in lists and dictionaries is taken from them; where
+        somebody still refers to a part of it, that part stays as it is."""
+        self._containers += [held for thing in things for held in _containers(thing)]
+
+    def take_apart(self) -> None:
+        left = _ITEMS_A_TURN
+        while self._containers and left > 0:
+            held = self._containers[-1]
+            count = min(len(held), left)
+            left -= count + 1
+            if isinstance(held, list):
+                del held[len(held) - count :]
+            else:
+                for _ in range(count):
+                    held.popitem()
+            if not held:
+                self._containers.pop()
+
+
+def _containers(thing: object) -> Iterator[list[Any] | dict[Any, Any]]:
+    return (held for held in vars(thing).values() if isinstance(held, list | dict) and held)

@@ -8,7 +8,7 @@ template <class T, int M> struct Shape {
   static constexpr int WARPS_M = M == 128 ? 2 : 1, WARP_M = M / WARPS_M;
   static constexpr int WARP_N = M == 16 ? 16 : M == 64 ? 32 : 64, N = WARPS / WARPS_M * WARP_N;
   static constexpr int K = M == 16 ? 128 : 64, STAGES = M == 16 ? 4 : 3;
-  static constexpr int STRIDE = K + VEC<T>, STAGE = (M + N) * STRIDE;  // elements
+  static constexpr int STAGE = (M + N) * K;  // elements
   static constexpr int MT = WARP_M / 16, NT = WARP_N / 8;
   using Rows = TileCopier<T, M, K>;
   using Weights = TileCopier<T, N, K>;
@@ -20,21 +20,21 @@ DEV void multiply_tile(float (&acc)[Shape<T, M>::MT][Shape<T, M>::NT][4], const 
                        const T* matrix, const WeightOf& weight_of, int depth) {
   using S = Shape<T, M>;
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  T* pipeline = reinterpret_cast<T*>(shared_bytes);  // [STAGES][M rows, N weights][STRIDE]
+  T* pipeline = reinterpret_cast<T*>(shared_bytes);  // [STAGES][M rows, N weights][K]
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int tiles = (depth + S::K - 1) / S::K;
   const typename S::Weights weights(matrix, depth, weight_of);
 #pragma unroll
   for (int stage = 0; stage < S::STAGES - 1; ++stage)
-    if (stage < tiles) weights.copy(pipeline + stage * S::STAGE + M * S::STRIDE, stage * S::K);
+    if (stage < tiles) weights.copy(pipeline + stage * S::STAGE + M * S::K, stage * S::K);
   const typename S::Rows rows(x, depth, row_of);
 #pragma unroll
   for (int stage = 0; stage < S::STAGES - 1; ++stage) {
     if (stage < tiles) rows.copy(pipeline + stage * S::STAGE, stage * S::K);
     cp_async_commit();  // always, so that the wait can count groups
   }
-  const int a_at = (warp % S::WARPS_M * S::WARP_M + lane % 16) * S::STRIDE + lane / 16 * 8;
-  const int b_at = (M + warp / S::WARPS_M * S::WARP_N + lane / 16 * 8 + lane % 8) * S::STRIDE + lane / 8 % 2 * 8;
+  const int a_row = warp % S::WARPS_M * S::WARP_M + lane % 16;
+  const int b_row = M + warp / S::WARPS_M * S::WARP_N + lane / 16 * 8 + lane % 8;
   int stage = 0;
   for (int tile = 0; tile < tiles; ++tile) {
     cp_async_wait<S::STAGES - 2>();
@@ -42,7 +42,7 @@ DEV void multiply_tile(float (&acc)[Shape<T, M>::MT][Shape<T, M>::NT][4], const 
     const int next = tile + S::STAGES - 1;
     T* free = pipeline + (stage + S::STAGES - 1) % S::STAGES * S::STAGE;
     if (next < tiles) {
-      weights.copy(free + M * S::STRIDE, next * S::K);
+      weights.copy(free + M * S::K, next * S::K);
       rows.copy(free, next * S::K);
     }
     cp_async_commit();
@@ -51,11 +51,11 @@ DEV void multiply_tile(float (&acc)[Shape<T, M>::MT][Shape<T, M>::NT][4], const 
     for (int k = 0; k < S::K; k += 16) {
       uint32_t a[S::MT][4];
 #pragma unroll
-      for (int m = 0; m < S::MT; ++m) ldmatrix_x4(a[m], at + a_at + m * 16 * S::STRIDE + k);
+      for (int m = 0; m < S::MT; ++m) ldmatrix_x4(a[m], at + tile_index<T, S::K>(a_row, k / 8 + lane / 16) + m * 16 * S::K);
 #pragma unroll
       for (int n = 0; n < S::NT; n += 2) {  // matrices: (n, k) (n, k + 8) (n + 8, k) (n + 8, k + 8)
         uint32_t b[4];
-        ldmatrix_x4(b, at + b_at + n * 8 * S::STRIDE + k);
+        ldmatrix_x4(b, at + tile_index<T, S::K>(b_row, k / 8 + lane / 8 % 2) + n * 8 * S::K);
 #pragma unroll
         for (int m = 0; m < S::MT; ++m) {
           mma_16x8x16<T>(acc[m][n], a[m], b[0], b[1]);

@@ -3,14 +3,14 @@
 #include "expert_tiles.cuh"
 
 constexpr int M = 16, N = 2 * WARP, K = 32, WARP_M = M / WARPS;
-constexpr int STRIDE = K + VEC<float>, STAGE = (M + N) * STRIDE;
+constexpr int STAGE = (M + N) * K;
 
 // acc = rows * weights^T: this warp's rows, and of the tile's columns those numbered lane and lane + 32.
 template <class RowOf, class WeightOf>
 DEV void multiply_tile(float (&acc)[WARP_M][2], const float* x, const RowOf& row_of, const float* matrix,
                        const WeightOf& weight_of, int depth) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
-  float* pipeline = reinterpret_cast<float*>(shared_bytes);  // [2 stages][16 rows, 64 weights][STRIDE]
+  float* pipeline = reinterpret_cast<float*>(shared_bytes);  // [2 stages][16 rows, 64 weights][K]
   const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
   const int tiles = (depth + K - 1) / K;
   const TileCopier<float, N, K> weights(matrix, depth, weight_of);
@@ -19,7 +19,7 @@ DEV void multiply_tile(float (&acc)[WARP_M][2], const float* x, const RowOf& row
     if (tile < tiles) {
       float* stage = pipeline + tile % 2 * STAGE;
       rows.copy(stage, tile * K);
-      weights.copy(stage + M * STRIDE, tile * K);
+      weights.copy(stage + M * K, tile * K);
     }
     cp_async_commit();
   };
@@ -33,10 +33,11 @@ DEV void multiply_tile(float (&acc)[WARP_M][2], const float* x, const RowOf& row
     for (int k = 0; k < K; k += 4) {
       float4 w[2];
 #pragma unroll
-      for (int n = 0; n < 2; ++n) w[n] = *reinterpret_cast<const float4*>(stage + (M + n * WARP + lane) * STRIDE + k);
+      for (int n = 0; n < 2; ++n)
+        w[n] = *reinterpret_cast<const float4*>(stage + tile_index<float, K>(M + n * WARP + lane, k / 4));
 #pragma unroll
       for (int r = 0; r < WARP_M; ++r) {
-        const float4 a = *reinterpret_cast<const float4*>(stage + (warp * WARP_M + r) * STRIDE + k);
+        const float4 a = *reinterpret_cast<const float4*>(stage + tile_index<float, K>(warp * WARP_M + r, k / 4));
 #pragma unroll
         for (int n = 0; n < 2; ++n)
           acc[r][n] = fmaf(a.w, w[n].w, fmaf(a.z, w[n].z, fmaf(a.y, w[n].y, fmaf(a.x, w[n].x, acc[r][n]))));

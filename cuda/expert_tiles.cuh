@@ -19,13 +19,16 @@ DEV Tile load_tile(const int* tiles, int index) {
   return Tile{tile.x, tile.y, tile.z};
 }
 
+// Where 16 bytes of a shared tile stand, in elements: chunk `chunk` of row `row`, rows of K elements. Eight neighbouring
+// chunks of a row are exchanged by the row's number, so that one column of eight rows meets eight different bank groups.
+template <class T, int K> DEV int tile_index(int row, int chunk) { return row * K + (chunk ^ row % 8) * VEC<T>; }
+
 // Copies ROWS rows, K elements of each, of a row-major matrix [.., depth] into a shared tile; done by the whole block.
 // `row_of(r)` is the matrix's row at row r of the tile, asked once. Rows of -1 and elements past the depth become zeros
 // and are never read.
 template <class T, int ROWS, int K> struct TileCopier {
-  static constexpr int STRIDE = K + VEC<T>;  // an odd number of 16-byte units: ldmatrix meets no bank twice
   static constexpr int CHUNKS = K / VEC<T>, STEP = THREADS / CHUNKS, STEPS = ROWS / STEP;
-  static_assert(STEPS * STEP == ROWS && STEP * CHUNKS == THREADS);
+  static_assert(STEPS * STEP == ROWS && STEP * CHUNKS == THREADS && CHUNKS % 8 == 0);
   const T* matrix;
   int depth, row[STEPS];
 
@@ -39,7 +42,7 @@ template <class T, int ROWS, int K> struct TileCopier {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       const bool valid = row[step] >= 0 && k + c < depth;
-      cp_async16(tile + (step * STEP + threadIdx.x / CHUNKS) * STRIDE + c,
+      cp_async16(tile + tile_index<T, K>(step * STEP + threadIdx.x / CHUNKS, threadIdx.x % CHUNKS),
                  matrix + (valid ? (int64_t)row[step] * depth + k + c : 0), valid ? 16 : 0);
     }
   }

@@ -208,6 +208,16 @@ def test_every_tile_is_among_the_usual_cases() -> None:
     assert {make_case(tokens).shape.tile_rows(tokens) for tokens, _ in SIZES} == set(EXPERT_TILES)
 
 
+def test_the_grid_has_just_enough_tiles() -> None:
+    """For the worst choice: every expert one row, and full tiles of one."""
+    for experts, per_token, tokens in itertools.product((2, 8, 60), (1, 2), (1, 7, 100, 1000)):
+        shape = ExpertShape(BF16, 64, 64, experts, per_token, True)
+        rows, pairs = shape.tile_rows(tokens), tokens * per_token
+        counts = [1] * min(experts, pairs)
+        counts[0] += pairs - len(counts)
+        assert sum(-(-count // rows) for count in counts) == shape.most_tiles(tokens, rows)
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
 def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     """Bit for bit: alone, among few and among many, with every tile, as one chooses the sort and as all tokens do."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
@@ -19,8 +20,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.kernels import FLUSH_BYTES, copy_rate, median_seconds, product_rate, read_rate
+from executor_svc.backends.cuda.device import open_device
+from executor_svc.errors import DeviceUnavailable
 from executor_svc.kernels.experts import ExpertKernels, ExpertShape, Routing
-from executor_svc.kernels.launch import CupyLauncher, Launcher
+from executor_svc.kernels.launch import Launcher
 
 SHAPES = {
     "Mixtral 8x7B": ExpertShape(torch.bfloat16, 4096, 14_336, 8, 2, True),
@@ -96,22 +99,23 @@ def measure(
     return result
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.3, help="of the clock, for each measurement")
     parser.add_argument("--json", help="write all figures to this file")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench.experts: no CUDA device")
-    torch.cuda.set_stream(torch.cuda.Stream())
-    launcher = CupyLauncher()
+    try:
+        device = open_device()
+    except DeviceUnavailable as error:
+        print(f"bench.experts: {error}", file=sys.stderr)
+        return 2
     stream, product = max(copy_rate(0.3), read_rate(0.3)), product_rate(0.3)
-    print(f"{torch.cuda.get_device_name()}: stream {stream / 1e9:.0f} GB/s, bf16 product {product / 1e12:.0f} TFLOP/s")
+    print(f"{device.description()}: stream {stream / 1e9:.0f} GB/s, bf16 product {product / 1e12:.0f} TFLOP/s")
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     results = []
     for name in SHAPES:
         for tokens in (*DECODE, *PROMPTS):
-            result = measure(launcher, name, tokens, options.seconds, stream, product, flush)
+            result = measure(device.launcher, name, tokens, options.seconds, stream, product, flush)
             results.append(result)
             beside = "" if result.torch_microseconds is None else f"  torch {result.torch_microseconds:9.1f} us"
             print(f"{result.name:32} {result.microseconds:9.1f} us {result.share:6.1%}{beside}", flush=True)
@@ -119,7 +123,8 @@ def main() -> None:
                 figures = {"stream_bytes_per_s": stream, "product_flops": product}
                 with open(options.json, "w") as file:
                     json.dump(figures | {"results": [asdict(r) for r in results]}, file, indent=1)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,6 +5,7 @@ tests      the kernel tests on the device, against float64, the CPU backend and 
 services   a tiny model through both services, tokens equal to the CPU backend's in float32
 kernels    bench/kernels.py: attention beside a read stream, a matrix product and torch's
 decode     bench/decode.py: whole steps of Llama-8B shapes, and the idle gap between them
+experts    bench/experts.py: a layer of experts beside a read stream, a matrix product and torch's
 memcheck   compute-sanitizer over the kernels' own tests
 racecheck  the same, for races in shared memory
 
@@ -113,6 +114,7 @@ def stages(out: Path) -> list[Stage]:
         Stage("kernels", 240, [*python, "bench.kernels", "--flex-seconds", "60", "--json", str(out / "kernels.json")],
               []),
         Stage("decode", 180, [*python, "bench.decode", "--json", str(out / "decode.json")], ["msgspec", "numba"]),
+        Stage("experts", 60, [*python, "bench.experts", "--json", str(out / "experts.json")], []),
         *(
             Stage(tool, 300, sanitizer(tool, out / f"{tool}.txt"), TESTING, out / f"{tool}.txt")
             for tool in ("memcheck", "racecheck")

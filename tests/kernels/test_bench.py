@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench import build_kernels, decode, gpu_check, kernels
+from bench import build_kernels, decode, experts, gpu_check, kernels
 from bench.kernels import Workload, decode_workloads, prefill_workloads
 from executor_svc.backends.cuda import device
 from executor_svc.kernels.table import all_kernels
@@ -41,6 +41,7 @@ def test_workloads_count_what_they_say() -> None:
     ("main", "status", "line"),
     [
         (kernels.main, "bench.kernels: no CUDA device", ""),
+        (experts.main, 2, "bench.experts: no usable NVIDIA GPU here (torch sees none)\n"),
         (decode.main, 2, "bench.decode: no usable NVIDIA GPU here (torch sees none)\n"),
         (gpu_check.main, 2, "gpu-check: no usable NVIDIA GPU here (torch sees none)\n"),
     ],
@@ -129,7 +130,7 @@ def test_the_decode_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpu_check_runs_what_exists(tmp_path: Path) -> None:
     found = gpu_check.stages(tmp_path)
     assert [stage.name for stage in found] == [
-        "build", "tests", "services", "kernels", "decode", "memcheck", "racecheck",
+        "build", "tests", "services", "kernels", "decode", "experts", "memcheck", "racecheck",
     ]  # fmt: skip
     for stage in found:
         assert gpu_check.missing(stage.needs) == [], "what it needs is what is installed here"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,9 +25,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from executor_svc.backends.cuda.device import open_device
 from executor_svc.backends.cuda.ops import BLOCKS_PER_MULTIPROCESSOR
+from executor_svc.errors import DeviceUnavailable
 from executor_svc.kernels.attention import AttentionShape, DevicePlan, PagedAttention
-from executor_svc.kernels.launch import CupyLauncher, Launcher
+from executor_svc.kernels.launch import Launcher
 from executor_svc.kernels.plan import plan_attention
 
 BLOCK_SIZE, HEAD_DIM, KV_HEADS = 16, 128, 8
@@ -228,7 +231,7 @@ class Result:
 class Bench:
     """``figures`` are what the same device reaches; results are written as they come, so that none is lost."""
 
-    def __init__(self, launcher: CupyLauncher, seconds: float, figures: dict[str, float], path: str | None) -> None:
+    def __init__(self, launcher: Launcher, seconds: float, figures: dict[str, float], path: str | None) -> None:
         self._launcher, self._seconds, self._figures, self._path = launcher, seconds, figures, path
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self.results: dict[str, Result] = {}
@@ -283,18 +286,20 @@ def flex_workloads() -> list[Workload]:
     return [*prefill_workloads(), *decode]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.3, help="of the clock, for each measurement")
     parser.add_argument("--flex-seconds", type=float, default=120.0, help="for FlexAttention in all; 0: without it")
     parser.add_argument("--json", help="write all figures to this file")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise SystemExit("bench.kernels: no CUDA device")
-    torch.cuda.set_stream(torch.cuda.Stream())
+    try:
+        device = open_device()
+    except DeviceUnavailable as error:
+        print(f"bench.kernels: {error}", file=sys.stderr)
+        return 2
     copy, read, product = copy_rate(options.seconds), read_rate(options.seconds), product_rate(options.seconds)
     print(
-        f"{torch.cuda.get_device_name()}: copy {copy / 1e9:.0f} GB/s, read {read / 1e9:.0f} GB/s, "
+        f"{device.description()}: copy {copy / 1e9:.0f} GB/s, read {read / 1e9:.0f} GB/s, "
         f"bf16 product {product / 1e12:.0f} TFLOP/s"
     )
     figures = {
@@ -303,14 +308,15 @@ def main() -> None:
         "stream_bytes_per_s": max(copy, read),
         "product_flops": product,
     }
-    bench = Bench(CupyLauncher(), options.seconds, figures, options.json)
+    bench = Bench(device.launcher, options.seconds, figures, options.json)
     for work in (*decode_workloads(), *prefill_workloads()):
         print(bench.measure(work).line(), flush=True)
     end = time.monotonic() + options.flex_seconds
     for work in flex_workloads():
         if time.monotonic() < end:
             print(bench.measure_flex(work).line(), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

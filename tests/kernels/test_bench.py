@@ -40,19 +40,19 @@ def test_workloads_count_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("main", "status", "line"),
     [
-        (kernels.main, "bench.kernels: no CUDA device", ""),
+        (kernels.main, 2, "bench.kernels: no usable NVIDIA GPU here (torch sees none)\n"),
         (experts.main, 2, "bench.experts: no usable NVIDIA GPU here (torch sees none)\n"),
         (decode.main, 2, "bench.decode: no usable NVIDIA GPU here (torch sees none)\n"),
         (gpu_check.main, 2, "gpu-check: no usable NVIDIA GPU here (torch sees none)\n"),
     ],
 )
 def test_one_line_without_a_device(
-    main: Callable[[], int], status: int | str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    main: Callable[[], int], status: int, line: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench"])
     with pytest.raises(SystemExit) as caught:
         sys.exit(main())
-    assert caught.value.code == status  # a text is printed by the interpreter
+    assert caught.value.code == status
     assert capsys.readouterr() == ("", line)
 
 
@@ -121,7 +121,7 @@ def test_the_decode_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         result = decode.measure(model, 2, 15, 3, graphs, 1e9, _HostTimer())
         assert (result.batch, result.graphs) == (2, graphs)
         assert result.step_us > 0
-        assert result.gap_us_p99 >= result.gap_us_p50 >= 0
+        assert result.gap_us_p99 >= result.gap_us_p50 >= result.copy_us_p50 >= 0
     shape = (64, 4 * 64 + 2 * 2 * 64, 4 * 64 * 64, 3 * 96 * 64)  # norms, q k v, output, MLP
     expected = 2 * (2 * 64 + shape[1] * 64 + shape[2] + shape[3] + 96 * 64) + 2 * 100 * model.facts.kv_bytes_per_token
     assert decode.step_bytes(model.config, model.facts, 2, 100) == expected
@@ -129,9 +129,9 @@ def test_the_decode_bench_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gpu_check_runs_what_exists(tmp_path: Path) -> None:
     found = gpu_check.stages(tmp_path)
-    assert [stage.name for stage in found] == [
-        "build", "tests", "services", "kernels", "decode", "experts", "memcheck", "racecheck",
-    ]  # fmt: skip
+    names = [stage.name for stage in found]
+    assert (names[0], names[-2:]) == ("build", ["memcheck", "racecheck"])
+    assert {"tests", "services", "kernels", "decode"} < set(names)
     for stage in found:
         assert gpu_check.missing(stage.needs) == [], "what it needs is what is installed here"
         for word in stage.command:

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from executor_svc.backends.cuda.device import Memory
 from executor_svc.backends.cuda.graphs import graph_sizes
-from executor_svc.backends.cuda.memory import RESERVE, Measured, kv_blocks
+from executor_svc.backends.cuda.memory import RESERVE, Measured, kv_blocks, room_for
+from executor_svc.backends.cuda.runner import CudaRunner
 from executor_svc.backends.cuda.start import StartSettings, start
 from executor_svc.kv_memory import KvMemoryError
 from executor_svc.models.base import ModelFacts
@@ -23,7 +25,7 @@ from protos.step import StepResult
 from tests.executor.scripted import Planner
 from tests.kernels.backends import make_device
 from tests.kernels.stand_in import StandIn
-from tests.kernels.tiny_models import LLAMA, cuda_model
+from tests.kernels.tiny_models import LLAMA, Batch, cuda_model
 
 GIB = 1 << 30
 FACTS = ModelFacts("m", "llama", 128_000, 8192, 32, 131_072, (), "", "")  # of 8B shapes: 2 MiB a block of 16
@@ -62,6 +64,50 @@ def test_what_does_not_fit_says_why_in_numbers() -> None:
         _blocks(full, kv_blocks=9999)
     with pytest.raises(KvMemoryError, match="less than one block"):
         _blocks(ROOMY, kv_memory=1000)
+
+
+def test_a_device_that_is_full_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+    with pytest.raises(MemoryError) as caught, room_for("the model's weights"):
+        raise full
+    assert str(caught.value) == (
+        "the GPU has no room for the model's weights: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+
+
+@pytest.mark.nvrtc
+def test_a_step_that_does_not_fit_names_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+
+    model = cuda_model(LLAMA, make_device(), "bfloat16")
+    settings = StartSettings(block_size=16, max_slots=4, max_batch_tokens=64, kv_blocks=12)
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaRunner, "_forward", fail)
+        with pytest.raises(
+            KvMemoryError, match=r"a step of 64 tokens over 4 rows .* lower --max-batch-tokens"
+        ) as caught:
+            start(model, settings)
+        assert "\n" not in str(caught.value)
+    monkeypatch.setattr(type(model), "allocate_kv_cache", fail)
+    with pytest.raises(MemoryError, match="no room for the buffers of a step, the KV cache and the graphs: CUDA out"):
+        start(model, settings)
+
+
+@pytest.mark.nvrtc
+def test_graphs_never_read_inputs_that_moved() -> None:
+    """A step that outgrows the reserve moves the inputs: an error, not the tokens of an older step."""
+    model = cuda_model(LLAMA, make_device(), "bfloat16")
+    last_tokens = torch.zeros(2, dtype=torch.int64, device=model.device.launcher.device)
+    model.capture_graphs(last_tokens, 2)
+    batch = Batch(2, 96)
+    model.run(batch.advance([0, 1], [3, 3]), last_tokens)
+    model.run(batch.advance([0, 1], [1, 1]), last_tokens)
+    model.ops._staging.upload([np.zeros(1 << 20, np.uint64)])
+    with pytest.raises(RuntimeError, match="larger than what was reserved"):
+        model.run(batch.advance([0, 1], [1, 1]), last_tokens)
+    model.capture_graphs(last_tokens, 2)
+    model.run(batch.advance([0, 1], [1, 1]), last_tokens)
 
 
 def test_graph_sizes() -> None:

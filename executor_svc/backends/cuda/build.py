@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from executor_svc.backends.cuda.decoder import CudaDecoder
 from executor_svc.backends.cuda.device import Device
 from executor_svc.backends.cuda.experts import DeviceExperts
+from executor_svc.backends.cuda.memory import room_for
 from executor_svc.backends.cuda.ops import KernelOps
 from executor_svc.kernels.build import SOURCE_DIR
 from executor_svc.kernels.experts import ExpertKernels, ExpertShape
@@ -87,7 +88,9 @@ class CudaBuilder:
         names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
 
         def stacked(*kinds: str) -> torch.Tensor:
-            return torch.stack([self._joined([f"{name}.{kind}.weight" for kind in kinds], parts) for name in names])
+            parts_of = [self._joined([f"{name}.{kind}.weight" for kind in kinds], parts) for name in names]
+            with room_for("the model's weights"):
+                return torch.stack(parts_of)
 
         assert self._expert_kernels is not None
         return DeviceExperts(
@@ -116,7 +119,8 @@ class CudaBuilder:
         )
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(device=self._device.launcher.device, dtype=self._dtype).contiguous()
+        with room_for("the model's weights"):
+            return tensor.to(device=self._device.launcher.device, dtype=self._dtype).contiguous()
 
 
 def _expert_kernels(config: ModelConfig, device: Device, dtype: torch.dtype) -> ExpertKernels:

@@ -39,6 +39,7 @@ class DecodeGraphs:
         self._sizes = graph_sizes(max_rows)
         vocab = model.config.vocab_size
         self._logits = torch.empty(self._sizes[-1], vocab, dtype=torch.float32, device=last_tokens.device)
+        self._inputs_at = 0
         self._replays: dict[int, Callable[[], None]] = {}
 
     def size_for(self, metadata: StepMetadata) -> int:
@@ -51,7 +52,10 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, rows)]
 
     def replay(self, size: int) -> torch.Tensor:
-        """Of the step that was begun. -> logits float32 [size, vocab], overwritten by the next replay"""
+        """Of the step that was begun. -> logits float32 [size, vocab], overwritten by the next replay. RuntimeError
+        where the step's inputs are no longer where they were at capture: the graphs would read old ones."""
+        if self._model.ops.inputs_at != self._inputs_at:
+            raise RuntimeError("a step was larger than what was reserved for it before graphs were captured")
         self._replays[size]()
         return self._logits[:size]
 
@@ -68,6 +72,7 @@ class DecodeGraphs:
 
             forward()  # kernels and workspaces are loaded before the capture
             self._replays[size] = self._model.device.capture(forward, pool)
+        self._inputs_at = self._model.ops.inputs_at
         return len(self._replays)
 
 

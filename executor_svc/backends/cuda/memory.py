@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from executor_svc.backends.cuda.device import Memory
 from executor_svc.kv_memory import KvMemoryError
@@ -24,6 +28,15 @@ class Measured:
     def used(self) -> int:
         """By the weights, this process's context, and whoever else is on the device."""
         return self.memory.total - self.memory.free
+
+
+@contextmanager
+def room_for(what: str) -> Iterator[None]:
+    """Torch's error of a full device becomes MemoryError with one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(f"the GPU has no room for {what}: {str(error).splitlines()[0]}") from error
 
 
 def kv_blocks(

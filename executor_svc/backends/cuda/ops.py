@@ -89,6 +89,11 @@ class KernelOps:
         blocks = -(-len(self._rope) // block_size)
         self._staging = Staging(self._device, self._layout.most_bytes(max_rows, max_tokens, blocks))
 
+    @property
+    def inputs_at(self) -> int:
+        """Address of the steps' inputs on the device: another one once a step was larger than what was reserved."""
+        return self._staging.address
+
     def kv_tensors(self) -> list[torch.Tensor]:
         """Every cache tensor, for tests that poison them."""
         return [*self._keys, *self._values]

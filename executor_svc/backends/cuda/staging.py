@@ -78,6 +78,11 @@ class Staging:
     def size(self) -> int:
         return self._ring.size
 
+    @property
+    def address(self) -> int:
+        """Of the arrays on the device."""
+        return self._target.data_ptr()
+
     def upload(self, arrays: Sequence[Array], open_end: bool = False) -> list[torch.Tensor]:
         """The same arrays on the device; they stand until the next call. ``open_end``: the last, of one column, reaches
         to the buffer's end, so that a longer one may stand there later."""

@@ -9,11 +9,14 @@ import numpy as np
 
 from executor_svc.backends.cuda.decoder import CudaDecoder
 from executor_svc.backends.cuda.graphs import MAX_GRAPH_ROWS
-from executor_svc.backends.cuda.memory import DEFAULT_FRACTION, Measured, kv_blocks
+from executor_svc.backends.cuda.memory import DEFAULT_FRACTION, Measured, kv_blocks, room_for
 from executor_svc.backends.cuda.runner import CudaRunner
+from executor_svc.errors import PlanError
+from executor_svc.kv_memory import KvMemoryError
 from executor_svc.metadata import StepMetadata
 from executor_svc.pieces import MAX_SCORED
 from executor_svc.sampling.rows import SampleRows
+from protos.step import OUT_OF_MEMORY
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +33,12 @@ class StartSettings:
 
 
 def start(model: CudaDecoder, settings: StartSettings) -> tuple[CudaRunner, int]:
-    """-> the runner and the number of KV blocks. Raises KvMemoryError."""
+    """-> the runner and the number of KV blocks. Raises KvMemoryError, MemoryError where the device is full."""
+    with room_for("the buffers of a step, the KV cache and the graphs"):
+        return _start(model, settings)
+
+
+def _start(model: CudaDecoder, settings: StartSettings) -> tuple[CudaRunner, int]:
     max_rows = min(settings.max_slots, settings.max_batch_tokens)
     runner = CudaRunner(model, settings.max_slots)
     model.reserve(max_rows, settings.max_batch_tokens, settings.block_size)
@@ -70,7 +78,15 @@ def _measure(runner: CudaRunner, settings: StartSettings, max_rows: int) -> Meas
     decode = _profile_step(graph_rows, graph_rows, settings.block_size)
 
     def run(metadata: StepMetadata) -> None:
-        runner.execute_sample(runner.execute_main_model(metadata), metadata).output()
+        try:
+            runner.execute_sample(runner.execute_main_model(metadata), metadata).output()
+        except PlanError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
+            raise KvMemoryError(
+                f"a step of {metadata.num_tokens} tokens over {metadata.num_rows} rows does not fit the GPU beside the "
+                f"weights: lower --max-batch-tokens or --max-slots ({error.detail.splitlines()[0]})"
+            ) from error
 
     run(largest)  # libraries take their workspaces at the first call; these stay
     step = device.measure(lambda: run(largest))

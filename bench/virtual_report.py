@@ -77,45 +77,32 @@ def _fairness(core: Core, seen: Seen) -> dict[str, Any]:
 
 
 def _passed_over(core: Core, seen: Seen, arrived: np.ndarray) -> dict[str, Any]:
-    """Requests that waited while others with a later key (aged arrival time) were admitted: within a tenant, for how
-    many seconds after the first of those; between tenants, by how many seconds of aged arrival time at most."""
-    config = core.config
+    """Requests that waited while others with a later key (aged arrival time) were admitted: within a tenant, by how
+    many; between tenants, by how many seconds of aged arrival time at most."""
     order = np.array(seen.order)
-    keys = arrived + config.ageing * np.array([arrival.priority for arrival in seen.arrivals])
+    keys = arrived + core.config.ageing * np.array([arrival.priority for arrival in seen.arrivals])
     tenants = np.array([arrival.tenant for arrival in seen.arrivals])
-    seconds = [
+    counts = [
         _overtaken(arrived[mine], seen.admitted[mine], keys[mine])[0]
         for mine in (order[tenants[order] == tenant] for tenant in np.unique(tenants))
     ]
     return {
-        "within_a_tenant": quantiles(np.concatenate(seconds)),
-        "bound_within_a_tenant": config.prefix_wait + config.placement_wait,
-        "between_tenants": quantiles(_overtaken(arrived[order], seen.admitted[order], keys[order])[1]),
-        "bound_between_tenants": config.fair_window,
+        "within_a_tenant_by_requests": quantiles(np.concatenate(counts)),
+        "between_tenants_by_seconds": quantiles(_overtaken(arrived[order], seen.admitted[order], keys[order])[1]),
+        "bound_between_tenants": core.config.fair_window,
     }
 
 
 def _overtaken(arrived: np.ndarray, admitted: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each request, in order of admission: (seconds from the first admission of a later key while it waited to its
-    own, the latest of those keys less its own); 0 where there was none."""
-    tables = [keys]  # tables[k][i]: the latest of the 2**k keys from i on
-    while 2 ** len(tables) <= len(keys):
-        half = 2 ** (len(tables) - 1)
-        tables.append(np.maximum(tables[-1][:-half], tables[-1][half:]))
+    """For each request, in order of admission: (how many with a later key were admitted while it waited, the latest of
+    those keys less its own)."""
     first = np.searchsorted(admitted, arrived)
-    seconds, by = np.zeros(len(keys)), np.zeros(len(keys))
+    counts, by = np.zeros(len(keys)), np.zeros(len(keys))
     for i, start in enumerate(first.tolist()):
-        if start >= i:
-            continue
-        k = (i - start).bit_length() - 1
-        by[i] = max(0.0, max(tables[k][start], tables[k][i - 2**k]) - keys[i])
-        if by[i]:
-            while k >= 0:  # past all those before the first later one
-                if start + 2**k <= i and tables[k][start] <= keys[i]:
-                    start += 2**k
-                k -= 1
-            seconds[i] = admitted[i] - admitted[start]
-    return seconds, by
+        later = keys[start:i] - keys[i]
+        if len(later) and (most := float(later.max())) > 0.0:
+            counts[i], by[i] = np.count_nonzero(later > 0.0), most
+    return counts, by
 
 
 def _prefix(seen: Seen) -> dict[str, Any]:

@@ -41,8 +41,8 @@ from scheduler_svc.core.workers import Workers
 log = logging.getLogger(__name__)
 
 _SURVEY_INTERVAL = 1.0  # seconds between looks for requests that nobody can take
-_SURVEYED_A_TICK = 2048  # of them
-_ADMISSIONS_A_TURN = 32  # from so many on, other executors' plans are made in the next turn, which comes at once
+_SURVEYED_A_TICK = 512  # of them
+_WORK_A_TURN = 32  # plans and admissions; after these the others' plans are made in the next turn, which comes at once
 
 
 class Core:
@@ -73,7 +73,7 @@ class Core:
         self.sessions = Sessions(self)
         self._last_tick = now
         self._last_survey = now
-        self._admissions_left = _ADMISSIONS_A_TURN
+        self._work_left = _WORK_A_TURN
         self._unfinished: float | None = None  # when a turn left plans to the next one
         self._to_survey: list[list[Entry]] = []  # waiting sequences of this look that are still to be looked at
 
@@ -168,11 +168,11 @@ class Core:
     # -- output ------------------------------------------------------------------------------------------------------
 
     def advance(self, now: float) -> None:
-        """Fill every pipeline that has room, one plan an executor at a time, until too many were admitted for a turn:
-        then `next_deadline` asks for another one at once, so that what was planned is not held back."""
+        """Fill every pipeline that has room, one plan an executor at a time, until it was enough for a turn: then
+        `next_deadline` asks for another one at once, so that what was planned is not held back."""
         self.outbox.at(now)
         self._unfinished = None
-        self._admissions_left = _ADMISSIONS_A_TURN
+        self._work_left = _WORK_A_TURN
         fleet = list(self.fleet.sessions.values())
         open_to_plans = [executor for entry in self.fleet.models.values() for executor in entry.open.values()]
         while open_to_plans:
@@ -202,7 +202,7 @@ class Core:
             self.sessions.drain(executor, now)
         if len(executor.inflight) >= self.config.depth:
             return False
-        if self._admissions_left <= 0:
+        if self._work_left <= 0:
             self._unfinished = now
             return False
         able = executor.status in (ExecutorStatus.READY, ExecutorStatus.DRAINING)
@@ -210,7 +210,7 @@ class Core:
         if plan is None:
             self.fleet.found_nothing(executor)
             return False
-        self._admissions_left -= len(plan.admitted)
+        self._work_left -= 1 + len(plan.admitted)
         self.fleet.planned(executor, executor.inflight[-1])
         self.outbox.to_executor(executor.session, plan)
         return True

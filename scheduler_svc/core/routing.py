@@ -34,7 +34,7 @@ _SOON = 0.5  # seconds since its last answer: a busy executor that will plan aga
 _MOST_OTHERS = ASKED - 1  # executors that a sequence is compared with
 _LOADS_HOLD = 0.01  # seconds for which those with the least load are taken to be the same
 _LEFT_HOLDS = 0.01  # seconds for which nobody asks whether what was left for another still is
-_MOST_LEFT = 64  # sequences that one plan leaves for others: what it costs has a bound
+_MOST_LEFT = 32  # sequences that one plan leaves for others: what it costs has a bound
 
 
 class Left:
@@ -189,8 +189,10 @@ class Routing:
         if other is here:
             sequence.left_until = 0.0
             return True
-        if other is None or now >= sequence.left_until or not other.inflight:
+        if other is None or now >= sequence.left_until:
             return False
+        if not other.inflight and other.session not in other.model.wanted:
+            return False  # it had its turn, and did not take it
         if other.status is not ExecutorStatus.READY or not left.has_room(other):
             return False
         left.add(other, sequence.known)

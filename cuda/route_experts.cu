@@ -2,7 +2,8 @@
 // knows, so that no step waits and a captured graph holds the launches.
 #include "block_argmax.cuh"
 
-constexpr int EXPERTS_PER_WARP = 2, TOKENS = 8;  // of a warp of router_logits
+constexpr int EXPERTS_PER_WARP = 2, TOKENS = 16;  // of a warp of router_logits
+constexpr int STEPS = 4;  // of 128 elements each, whose loads are under way together
 constexpr int LOGIT_THREADS = 128, CHOOSE_THREADS = 256, SORT_THREADS = 1024;
 constexpr int MAX_EXPERTS = 2048;  // per_token is at most 32: a lane holds one of them
 
@@ -13,7 +14,7 @@ template <class T> DEV float4 load_four(const T* p) {
   return make_float4(to_float(at[0]), to_float(at[1]), to_float(at[2]), to_float(at[3]));
 }
 
-// grid (ceil(experts / 8), ceil(tokens / 8)), block 128. logits [tokens, experts] = x [tokens, hidden] times router
+// grid (ceil(experts / 8), ceil(tokens / 16)), block 128. logits [tokens, experts] = x [tokens, hidden] times router
 // [experts, hidden], in one order of sums whatever the batch; hidden is a multiple of 4.
 template <class T>
 __global__ void __launch_bounds__(LOGIT_THREADS)
@@ -23,18 +24,31 @@ __global__ void __launch_bounds__(LOGIT_THREADS)
   if (expert >= experts) return;
   const int first = blockIdx.y * TOKENS, count = min(TOKENS, tokens - first);
   float acc[TOKENS][EXPERTS_PER_WARP] = {};
-  for (int i = lane * 4; i < hidden; i += WARP * 4) {
-    float4 w[EXPERTS_PER_WARP];
+  const float4 nothing = make_float4(0.f, 0.f, 0.f, 0.f);
+  for (int begin = lane * 4; begin < hidden; begin += STEPS * WARP * 4) {
+    float4 w[STEPS][EXPERTS_PER_WARP];
 #pragma unroll
-    for (int e = 0; e < EXPERTS_PER_WARP; ++e)
-      w[e] = load_four(router + (int64_t)min(expert + e, experts - 1) * hidden + i);
+    for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+      for (int e = 0; e < EXPERTS_PER_WARP; ++e) {
+        const int i = begin + s * WARP * 4;
+        w[s][e] = i < hidden ? load_four(router + (int64_t)min(expert + e, experts - 1) * hidden + i) : nothing;
+      }
 #pragma unroll
     for (int j = 0; j < TOKENS; ++j) {
       if (j >= count) continue;
-      const float4 a = load_four(x + (int64_t)(first + j) * hidden + i);
+      float4 a[STEPS];
 #pragma unroll
-      for (int e = 0; e < EXPERTS_PER_WARP; ++e)
-        acc[j][e] = fmaf(a.w, w[e].w, fmaf(a.z, w[e].z, fmaf(a.y, w[e].y, fmaf(a.x, w[e].x, acc[j][e]))));
+      for (int s = 0; s < STEPS; ++s) {
+        const int i = begin + s * WARP * 4;
+        a[s] = i < hidden ? load_four(x + (int64_t)(first + j) * hidden + i) : nothing;
+      }
+#pragma unroll
+      for (int s = 0; s < STEPS; ++s)
+#pragma unroll
+        for (int e = 0; e < EXPERTS_PER_WARP; ++e)
+          acc[j][e] = fmaf(a[s].w, w[s][e].w, fmaf(a[s].z, w[s][e].z, fmaf(a[s].y, w[s][e].y,
+                                                                             fmaf(a[s].x, w[s][e].x, acc[j][e]))));
     }
   }
 #pragma unroll

@@ -94,7 +94,7 @@ class ExpertKernels:
         pairs, cut = self._empty(torch.int32, tokens * shape.per_token), self._empty(torch.int32, tiles, 4)
         if tokens:
             experts = np.int32(shape.experts)
-            grid = (-(-shape.experts // 8), -(-tokens // 8))
+            grid = (-(-shape.experts // 8), -(-tokens // 16))
             self._logits(grid, (128,), (logits, x, router, np.int32(tokens), experts, np.int32(shape.hidden)))
             sizes = (np.int32(tokens), experts, np.int32(shape.per_token), np.int32(shape.normalize))
             few = tokens <= _FEW_TOKENS

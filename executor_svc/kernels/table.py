@@ -152,7 +152,7 @@ _TEMPLATES = {
         "f32* logits, const T* x, const f32* router, i32 tokens, i32 experts, i32 hidden",
         128,
         {"T": TYPES},
-        registers=lambda size: 80,
+        registers=lambda size: 128,
         opcodes=("FFMA", "LDG.E.128"),
     ),
     "choose_experts": _Template(

@@ -4,6 +4,7 @@
 # make test-kernels         the CUDA kernels alone, without a GPU
 # make gpu-check [STAGE=..] on a GPU machine: the same on the device, under its sanitizer, end to end, measured
 # make gpu-wheels           what gpu-check needs beside torch, cupy and NVRTC, for a GPU machine without a network
+# make compiled             the scheduler's core compiled to C, in build/compiled (deploy/compile_core.py)
 # make lint | format | protos | bench | constraints | clean
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
@@ -22,7 +23,7 @@ endif
 override PROMPT := $(value PROMPT)
 export PROMPT
 
-.PHONY: run serve test test-all test-kernels gpu-check gpu-wheels lint format protos bench constraints clean run-deps dev-deps
+.PHONY: run serve test test-all test-kernels gpu-check gpu-wheels compiled lint format protos bench constraints clean
 
 run: $(VENV)/.run $(MODEL)
 	@$(PY) -m deploy.run_local --model $(MODEL) -- \
@@ -49,6 +50,9 @@ gpu-wheels: | $(VENV)/bin/python
 	$(PIP) download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp -c constraints.txt \
 	  --platform manylinux2014_x86_64 $(foreach libc,17 26 27 28,--platform manylinux_2_$(libc)_x86_64) -d .run/gpu-wheels \
 	  msgspec pyzmq gguf grpcio grpcio-health-checking grpcio-reflection googleapis-common-protos protobuf
+
+compiled: $(VENV)/.dev
+	$(PY) -m deploy.compile_core build/compiled
 
 test-all: lint $(MODEL)
 	$(PY) -m pytest

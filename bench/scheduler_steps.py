@@ -11,6 +11,10 @@ one thread; slices of steps alternate between the two, and the table gives media
 Churn: 1 % of the running requests end and as many arrive, in each step. Prompts have 113 to 128 tokens. Last comes the
 longest turn of the core while prompts of 131,072 tokens arrive among 256 decoding sequences: new ones, then the same
 ones again (found in the prefix cache), then cancelled ones.
+
+Which core it is, interpreted or compiled (``make compiled``), is printed first; the latter is measured by
+
+    PYTHONSAFEPATH=1 PYTHONPATH=build/compiled:. .venv/bin/python -m bench.scheduler_steps ...
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from typing import Any
 
 from bench.allocations import AllocationCounter
 from bench.core_rig import BLOCK, CoreRig, TurnCost
+from scheduler_svc.core import blocks
 
 CONTEXT, PROMPT, BUDGET = 2048, 128, 16384
 LIFE, STEADY_LIFE = 100, 1900  # outputs
@@ -185,6 +190,8 @@ def main() -> None:
     args = parse_args()
     peer = Peer(args.peer_python) if args.peer_python else None
     lines = []
+    core = "interpreted" if blocks.__file__.endswith(".py") else "compiled"
+    print(f"core: {core}")
     print(f"{'running':>8} {'load':>7} {'us':>8} {'min':>8} {'p99':>8} {'peer us':>9} {'ratio':>7} {'plan B/row':>11} "
           f"{'result B/row':>13} {'batch B/row':>12} {'allocations':>12}")  # fmt: skip
     for running in [int(part) for part in args.running.split(",")]:
@@ -206,7 +213,12 @@ def main() -> None:
     for text, reached in verdicts:
         print(f"{'reached' if reached else 'MISSED '}  {text}")
     if args.json:
-        body = {"steps": lines, "long_prompts": turns, "targets": [{"text": t, "reached": r} for t, r in verdicts]}
+        body = {
+            "core": core,
+            "steps": lines,
+            "long_prompts": turns,
+            "targets": [{"text": t, "reached": r} for t, r in verdicts],
+        }
         args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 

@@ -39,4 +39,6 @@ class Remains:
 
 
 def _containers(thing: object) -> Iterator[list[Any] | dict[Any, Any]]:
-    return (held for held in vars(thing).values() if isinstance(held, list | dict) and held)
+    names = vars(thing) if hasattr(thing, "__dict__") else type(thing).__mypyc_attrs__  # type: ignore[attr-defined]
+    found = (getattr(thing, name, None) for name in names)  # the second where it was compiled (deploy/compile_core.py)
+    return (held for held in found if isinstance(held, list | dict) and held)

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.executor import ExecutorState
-from scheduler_svc.core.prefix_cache import NOTHING, Prefix, is_there
+from scheduler_svc.core.prefix_cache import NOTHING, Prefix
+from scheduler_svc.core.prefix_run import is_there
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.unanswered import Unanswered
 from scheduler_svc.prefix_hash import extend_hashes

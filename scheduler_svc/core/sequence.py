@@ -13,7 +13,8 @@ import numpy as np
 
 from protos.step import SamplingParams
 from protos.wire import Int32
-from scheduler_svc.core.prefix_cache import Place, Prefix, PrefixCache
+from scheduler_svc.core.prefix_cache import Prefix, PrefixCache
+from scheduler_svc.core.prefix_run import Place
 from scheduler_svc.prefix_hash import split_hashes
 
 if TYPE_CHECKING:

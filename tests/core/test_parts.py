@@ -11,7 +11,8 @@ from protos.wire import pack_int32
 from scheduler_svc.core.__main__ import main, parser
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.prefix_cache import NOTHING, PrefixCache, is_there
+from scheduler_svc.core.prefix_cache import NOTHING, PrefixCache
+from scheduler_svc.core.prefix_run import is_there
 from scheduler_svc.prefix_hash import HASH_BYTES, block_hashes, extend_hash, root_hash
 
 

@@ -9,7 +9,8 @@ import numpy as np
 from scheduler_svc import prefix_hash
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.executor import ExecutorState
-from scheduler_svc.core.prefix_cache import PrefixCache, Run
+from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.prefix_run import Run
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.sequence import Sequence
 from scheduler_svc.core.slots import SlotTable

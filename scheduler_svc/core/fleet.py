@@ -34,6 +34,7 @@ class Reputation:
 class Fleet:
     def __init__(self, config: CoreConfig, outbox: Outbox, unanswered: Unanswered) -> None:
         self.sessions: dict[bytes, ExecutorState] = {}
+        self._processes: dict[tuple[str, int], ExecutorState] = {}  # by name and instance
         self.models: dict[str, ModelEntry] = {}
         self.reputations: dict[str, Reputation] = {}
         self.remains = Remains()
@@ -70,6 +71,11 @@ class Fleet:
             return step.Refused(f"model {card.name!r} is live here with blocks of {entry.block_size} tokens", 30.0)
         return None
 
+    def replaced_by(self, session: bytes, hello: step.Hello) -> list[ExecutorState]:
+        """Who was this session, or an earlier one of the same process."""
+        same = (self.sessions.get(session), self._processes.get((hello.executor, hello.instance)))
+        return [executor for executor in dict.fromkeys(same) if executor is not None]
+
     def join(self, session: bytes, hello: step.Hello, now: float) -> ExecutorState:
         """A new session of an executor that `refusal` let in; the caller starts its epoch."""
         card = hello.model
@@ -89,6 +95,7 @@ class Fleet:
         entry.expected.pop(hello.executor, None)
         entry.executors_changed()
         self.sessions[session] = executor
+        self._processes[executor.name, executor.instance] = executor
         self.reputations.setdefault(hello.executor, Reputation())
         self._outbox.add_peer(Destination(EXECUTOR, session))
         return executor
@@ -101,6 +108,7 @@ class Fleet:
         executor.cache.close()
         self.remains.add(executor.cache, executor.pool)
         del self.sessions[executor.session]
+        del self._processes[executor.name, executor.instance]
         self._outbox.drop_peer(Destination(EXECUTOR, executor.session))
         entry = executor.model
         entry.executors.remove(executor)

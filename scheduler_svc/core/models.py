@@ -49,11 +49,25 @@ class ModelEntry:
         self.executors_changed()
 
     def executors_changed(self) -> None:
-        """To be called after every change of `executors` and `expected`: each request asks for these."""
+        """To be called after every change of `executors` and `expected`: each request asks for what follows from
+        them, and many may come at once."""
         self.least_loaded, self.loads_at = [], -math.inf
-        known = [e.max_sequence_tokens for e in self.executors] + [tokens for _, tokens in self.expected.values()]
-        self.max_sequence_tokens = max(known, default=0)  # the most that any known executor can hold
-        self.context_length = max((e.card.context_length for e in self.executors), default=self.card.context_length)
+        self._max_sequence_tokens = self._context_length = -1  # not known now
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The most that any known executor can hold."""
+        if self._max_sequence_tokens < 0:
+            known = [e.max_sequence_tokens for e in self.executors] + [tokens for _, tokens in self.expected.values()]
+            self._max_sequence_tokens = max(known, default=0)
+        return self._max_sequence_tokens
+
+    @property
+    def context_length(self) -> int:
+        if self._context_length < 0:
+            here = [executor.card.context_length for executor in self.executors]
+            self._context_length = max(here, default=self.card.context_length)
+        return self._context_length
 
     @property
     def is_large(self) -> bool:

@@ -75,9 +75,8 @@ class Sessions:
 
     def _hello(self, session: bytes, hello: step.Hello, now: float) -> None:
         core = self._core
-        for old in list(core.fleet.sessions.values()):
-            if old.session == session or (old.name, old.instance) == (hello.executor, hello.instance):
-                self.end(old, now, expected_back=True, death=False)
+        for old in core.fleet.replaced_by(session, hello):
+            self.end(old, now, expected_back=True, death=False)
         refused = core.fleet.refusal(hello, now)
         if refused is not None:
             log.warning("executor refused", extra={"executor": hello.executor, "reason": refused.reason})

@@ -60,6 +60,9 @@ def framed(bos: str, index: int, byte_level: bool) -> Any:
 def _byte_level(
     fields: Mapping[str, Any], tokens: list[str], types: list[int]
 ) -> tuple[Tokenizer, list[tuple[int, str]], bool]:
+    special = [(i, tokens[i]) for i, kind in enumerate(types) if kind == CONTROL]
+    added = [tokens[i] for i, kind in enumerate(types) if kind == USER_DEFINED]
+    sentencepiece.check_added([*added, *(text for _, text in special)])
     style = style_of(fields.get("tokenizer.ggml.pre"), tokens)
     merges = [_pair(merge) for merge in _strings(fields, "tokenizer.ggml.merges")]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -69,9 +72,7 @@ def _byte_level(
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = style.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    special = [(i, tokens[i]) for i, kind in enumerate(types) if kind == CONTROL]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for _, text in special])
-    added = [tokens[i] for i, kind in enumerate(types) if kind == USER_DEFINED]
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     return tokenizer, special, style.add_bos
 

@@ -19,7 +19,8 @@ from executor_svc.weights.errors import CheckpointError, library
 
 SPACE: Final = "\u2581"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces, in both file formats
-MAX_SPLITS: Final = 1 << 24  # ways to cut all pieces in two: a quarter of a million pieces have 1.5 million
+MAX_COPIED: Final = 1 << 28  # characters copied to cut all pieces in two: a quarter of a million pieces need 16 million
+MAX_ADDED: Final = 1 << 20  # characters of all tokens that are looked for in a text; each takes a hundred bytes or so
 _UNIGRAM, _BPE = 1, 2
 _BYTE_PIECE: Final = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -41,6 +42,13 @@ class Vocabulary:
         return [(i, self.pieces[i]) for i, kind in enumerate(self.types) if kind in (UNKNOWN, CONTROL)]
 
 
+def check_added(texts: list[str]) -> None:
+    """Tokens that are looked for in a text as a whole. Raises ``CheckpointError`` for too many characters."""
+    size = sum(map(len, texts))
+    if size > MAX_ADDED:
+        raise CheckpointError(f"tokenizer: special and added tokens of {size} characters together; at most {MAX_ADDED}")
+
+
 def build(vocabulary: Vocabulary) -> Tokenizer:
     """Without a post-processor: what goes before a text is the caller's. Raises ``CheckpointError``."""
     pieces, types = vocabulary.pieces, vocabulary.types
@@ -58,6 +66,8 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
         raise CheckpointError(f"tokenizer: {len(of_bytes)} pieces of a byte: not none, and not one for every byte")
     if len(unknown) > 1:
         raise CheckpointError(f"tokenizer: {len(unknown)} unknown pieces: at most one")
+    symbols = [pieces[i] for i, kind in enumerate(types) if kind == USER_DEFINED]
+    check_added([*symbols, *(text for _, text in vocabulary.special_tokens())])
     with library("tokenizer"):
         tokenizer = Tokenizer(_model(vocabulary, unknown[0] if unknown else None, bool(of_bytes)))
         tokenizer.normalizer = _normalizer(vocabulary)
@@ -66,7 +76,6 @@ def build(vocabulary: Vocabulary) -> Tokenizer:
     tokenizer.add_special_tokens(special)
     # Symbols are found before anything is merged, the longest first: in the text as typed, or, with a space mark in
     # them (Gemma's runs of spaces), once the marks are in.
-    symbols = [pieces[i] for i, kind in enumerate(types) if kind == USER_DEFINED]
     marked = sorted((text for text in symbols if SPACE in text), key=len, reverse=True)
     if marked:
         pattern = Regex("|".join(map(re.escape, marked)))
@@ -106,8 +115,9 @@ def _merges(vocabulary: Vocabulary) -> list[tuple[str, str]]:
         )
         if kind in (NORMAL, USER_DEFINED)
     }
-    if sum(map(len, usable)) > MAX_SPLITS:
-        raise CheckpointError(f"tokenizer: pieces of {sum(map(len, usable))} characters together; at most {MAX_SPLITS}")
+    copied = sum(len(piece) ** 2 for piece in usable)
+    if copied > MAX_COPIED:
+        raise CheckpointError(f"tokenizer: the squares of the pieces' lengths sum to {copied}; at most {MAX_COPIED}")
     ranked = []
     for piece, rank in usable.items():
         for cut in range(len(piece) - 1, 0, -1):

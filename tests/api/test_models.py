@@ -170,18 +170,22 @@ def test_a_file_at_which_the_library_panics_is_unusable() -> None:
     assert "out of range" in model.text_fault
 
 
-@pytest.mark.parametrize("where", ["vocab", "added"])
-def test_ids_that_would_take_all_memory(where: str) -> None:
-    """The library makes a table with room for the highest; it ends the process where there is none."""
+@pytest.mark.parametrize("where", ["vocab", "added", "content"])
+def test_tokens_that_would_take_all_memory(where: str) -> None:
+    """The library makes a table with room for the highest id, and another for each character; it ends the process where
+    there is no memory for one."""
     spec = json.loads(FILES["tokenizer.json"])
     if where == "vocab":
         spec["model"]["vocab"]["a"] = 2**31
-    else:
+    elif where == "added":
         spec["added_tokens"][0]["id"] = 2**31
+    else:
+        spec["added_tokens"][0]["content"] = "x" * 2**20
     model = Model(model_state())
     prepare(model, {**FILES, "tokenizer.json": json.dumps(spec).encode()})
     assert model.tokenizer is None
-    assert "token id 2147483648, must be below 4194304" in model.text_fault
+    limit = "must be at most 1048576" if where == "content" else "token id 2147483648, must be below 4194304"
+    assert limit in model.text_fault
 
 
 def test_command_line() -> None:

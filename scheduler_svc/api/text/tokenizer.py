@@ -14,6 +14,7 @@ from scheduler_svc.api.text.pieces import PieceTable
 # No vocabulary has a piece this long: a text above this many bytes a token of context cannot fit, whatever it says.
 MAX_PIECE_BYTES = 512
 MAX_ID = 1 << 22  # the library makes tables of as many entries as the highest id; the largest real one is a million
+MAX_ADDED = 1 << 20  # characters of all added tokens: the library takes a hundred bytes or so for each
 SHORT_TEXT = 2048  # characters that are encoded in less time than a thread, or a release of the GIL, would cost
 
 
@@ -23,6 +24,7 @@ class BadTokenizer(ValueError):
 
 class _Added(msgspec.Struct):
     id: int
+    content: str
 
 
 class _Model(msgspec.Struct):
@@ -36,13 +38,16 @@ class _File(msgspec.Struct):
     added_tokens: list[_Added] | None = None
 
 
-def _check_ids(tokenizer_json: bytes) -> None:
+def _check_sizes(tokenizer_json: bytes) -> None:
     try:
         file = msgspec.json.decode(tokenizer_json, type=_File)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise BadTokenizer(f"tokenizer.json: {error}") from error
-    vocab = file.model.vocab
-    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(added.id for added in file.added_tokens or ())]
+    vocab, added = file.model.vocab, file.added_tokens or []
+    size = sum(len(token.content) for token in added)
+    if size > MAX_ADDED:
+        raise BadTokenizer(f"tokenizer.json: added tokens of {size} characters together, must be at most {MAX_ADDED}")
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token.id for token in added)]
     highest = max(ids, default=0)
     if highest >= MAX_ID:
         raise BadTokenizer(f"tokenizer.json: token id {highest}, must be below {MAX_ID}")
@@ -66,7 +71,7 @@ class Tokenizer:
     """``pieces`` is for decoding. Encoding a long text releases the GIL: it belongs in a thread (see request.py)."""
 
     def __init__(self, tokenizer_json: bytes, config: dict[str, Any]) -> None:
-        _check_ids(tokenizer_json)
+        _check_sizes(tokenizer_json)
         with _library():
             self._hf = HfTokenizer.from_str(tokenizer_json.decode())
             # Truncation and padding are for training batches; a prompt is never cut silently.

@@ -375,6 +375,18 @@ def test_unknown_tokenizers_are_refused_by_name(change: dict[str, Any], words: s
     assert words in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_giant_pieces_are_refused(kind: str) -> None:
+    """Before they are cut in two everywhere, or looked for."""
+    fields = {"model": kind, "pre": "gpt-2", "merges": [], "scores": [0.0] * 2, "tokens": ["a" * 10**7, "b"]}
+    for token_type, words in ((3, "special and added tokens of 10000000"), (4, "special and added"), (1, "squares")):
+        if (kind, token_type) != ("gpt2", 1):
+            with pytest.raises(CheckpointError, match=words):
+                build_tokenizer({f"tokenizer.ggml.{k}": v for k, v in fields.items()} | {
+                    "tokenizer.ggml.token_type": [token_type, 1]
+                }, 2)  # fmt: skip
+
+
 def test_unusable_sentencepiece_models_are_refused(tiny: Path, tmp_path: Path) -> None:
     folder = folder_with(tiny, tmp_path, b"")
     for data, words in (

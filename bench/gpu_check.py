@@ -46,8 +46,8 @@ DEVICE_TESTS = ["attention", "device", "experts", "forward", "round", "sampling_
 SANITIZED = ["attention", "experts", "sampling_kernels", "small_kernels"]
 NOT_SANITIZED = ["31_bits", "planted", "offsets", "what_is_read", "captured"]  # gigabytes, or not on the device
 TESTING = ["pytest", "pytest_timeout", "numba", "msgspec"]  # modules
-SERVICES = ["zmq", "grpc", "grpc_health", "grpc_reflection", "google.protobuf", "jinja2", "prometheus_client",
-            "safetensors", "tokenizers"]  # fmt: skip
+SERVICES = ["zmq", "grpc", "grpc_health", "grpc_reflection", "google.protobuf", "google.rpc", "jinja2",
+            "prometheus_client", "safetensors", "tokenizers"]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from stepwire.health import check
 
 API_PORT = 50051
 EXECUTOR_PORT = 5600
+QUIET = 10.0  # seconds of waiting without a word
 
 
 class ServiceEnded(Exception):
@@ -83,12 +84,18 @@ class Service:
 
 
 def wait_until_serving(address: str, services: Sequence[Service], timeout: float) -> None:
-    deadline = time.monotonic() + timeout
+    started = time.monotonic()
+    logs = ", ".join(str(service.log) for service in services)
+    told = False
     while check(address, timeout=2.0) != "SERVING":
         for service in services:
             service.check_alive()
-        if time.monotonic() > deadline:
-            raise ServiceEnded(f"not serving after {timeout:.0f} s; see {', '.join(str(s.log) for s in services)}")
+        waited = time.monotonic() - started
+        if waited > timeout:
+            raise ServiceEnded(f"not serving after {timeout:.0f} s; see {logs}")
+        if waited > QUIET and not told:
+            told = True
+            print(f"still starting (the first start compiles for this CPU); logs: {logs}", file=sys.stderr, flush=True)
         time.sleep(0.1)
 
 
@@ -144,7 +151,7 @@ def main() -> int:
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct.Q4_1.gguf", help="a GGUF file or a folder")
     parser.add_argument("--port", type=int, default=API_PORT, help=f"of the gRPC API ({API_PORT})")
     parser.add_argument("--executor-port", type=int, default=EXECUTOR_PORT, help=f"for executors ({EXECUTOR_PORT})")
-    parser.add_argument("--timeout", type=float, default=120.0, help="seconds until both must serve (120)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until both must serve (600)")
     parser.add_argument("--scheduler-flag", action="append", default=[], metavar="FLAG", help="passed on, in order")
     parser.add_argument("--executor-flag", action="append", default=[], metavar="FLAG", help="passed on, in order")
     parser.add_argument("--serve", action="store_true", help="stay up until Ctrl-C")

@@ -26,7 +26,7 @@ _LOST: dict[int, str] = {
     zmq.Event.CONNECT_RETRIED: "cannot connect",
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the scheduler refused the link secret",
     zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the peer does not speak this protocol, or the link secrets differ",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the handshake failed: is --link-secret-file the same on both sides?",
 }
 
 

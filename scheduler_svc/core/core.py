@@ -75,6 +75,7 @@ class Core:
         self._last_survey = now
         self._work_left = _WORK_A_TURN
         self._unfinished: float | None = None  # when a turn left plans to the next one
+        self._idle_first = False  # the last one did not come to them
         self._to_survey: list[list[Entry]] = []  # waiting sequences of this look that are still to be looked at
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -174,12 +175,10 @@ class Core:
         self._unfinished = None
         self._work_left = _WORK_A_TURN
         fleet = list(self.fleet.sessions.values())
-        open_to_plans = [executor for entry in self.fleet.models.values() for executor in entry.open.values()]
-        while open_to_plans:
-            open_to_plans = [executor for executor in open_to_plans if self._plan_one(executor, fleet, now)]
-        for entry in self.fleet.models.values():
-            if entry.idle and len(entry.queue):
-                self._wake_idle(entry, fleet, now)
+        parts = [self._plan_open, self._plan_idle]
+        for part in reversed(parts) if self._idle_first else parts:
+            part(fleet, now)
+        self._idle_first = self._unfinished is not None and not self._idle_first
         if self.fleet_changed:
             self.fleet_changed = False
             models = self.fleet.describe()
@@ -196,6 +195,16 @@ class Core:
         return self.outbox.take()
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _plan_open(self, fleet: list[ExecutorState], now: float) -> None:
+        following = [executor for entry in self.fleet.models.values() for executor in entry.open.values()]
+        while following:
+            following = [executor for executor in following if self._plan_one(executor, fleet, now)]
+
+    def _plan_idle(self, fleet: list[ExecutorState], now: float) -> None:
+        for entry in self.fleet.models.values():
+            if entry.idle and len(entry.queue):
+                self._wake_idle(entry, fleet, now)
 
     def _plan_one(self, executor: ExecutorState, fleet: list[ExecutorState], now: float) -> bool:
         if executor.status is ExecutorStatus.DRAINING:
@@ -220,17 +229,20 @@ class Core:
         asked, but those for which something was left."""
         fruitless: set[tuple[int, str]] = set()
         planned: list[ExecutorState] = []
-        for executor in list(entry.idle.values()):
+        for executor in [*entry.wanted.values(), *entry.idle.values()]:
             if not len(entry.queue):
                 break
+            if self._work_left <= 0:
+                self._unfinished = now
+                return
             kind = (executor.max_sequence_tokens, executor.numerics)
-            if kind in fruitless and executor.session not in entry.wanted:
+            wanted = entry.wanted.pop(executor.session, None)
+            if executor.session not in entry.idle or (kind in fruitless and wanted is None):
                 continue
             if self._plan_one(executor, fleet, now):
                 planned.append(executor)
             else:
                 fruitless.add(kind)
-        entry.wanted.clear()
         while planned:
             planned = [executor for executor in planned if self._plan_one(executor, fleet, now)]
 

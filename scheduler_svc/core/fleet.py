@@ -156,7 +156,7 @@ class Fleet:
             self._close(executor)
 
     def _open(self, executor: ExecutorState) -> None:
-        executor.model.idle.pop(executor.session, None)
+        self._close(executor)
         executor.model.open[executor.session] = executor
 
     def _close(self, executor: ExecutorState) -> None:

@@ -95,3 +95,12 @@ def test_where_a_user_keeps_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert native._folders() == [Path("/stated")]
     monkeypatch.delenv("NUMBA_CACHE_DIR")
     assert native._folders() == []
+
+
+def test_code_of_a_wider_cpu_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may be shared by machines: the name of a file covers the CPU's features."""
+    features = native.llvm.get_host_cpu_features()
+    here = native._key("float16", "float32", False)
+    assert native._key("float16", "float32", False) == here
+    monkeypatch.setattr(native.llvm, "get_host_cpu_features", lambda: {**features, "another": True})
+    assert native._key("float16", "float32", False) != here

@@ -28,6 +28,7 @@ _OPTIONS = {
     "--max-prefill-chunk": ("max_prefill_chunk", "tokens of a prompt in one step (0: what the budget allows)"),
     "--max-batch-tokens": ("max_batch_tokens", "new tokens a step (0: the executor's limit)"),
     "--kv-blocks-limit": ("kv_blocks_limit", "cap every executor's KV pool, in blocks (0: none)"),
+    "--max-executors": ("max_executors", "executors connected at once, of all models"),
     "--max-waiting": ("max_waiting", "waiting sequences per model"),
     "--ageing": ("ageing", "seconds of waiting worth one priority class"),
     "--prefix-wait": ("prefix_wait", "seconds to wait for a prefix that is being computed"),

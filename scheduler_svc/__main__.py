@@ -144,7 +144,10 @@ def check_free(flag: str, address: str) -> None:
 def run_dir(given: Path | None) -> Iterator[Path]:
     """A folder that only this user can enter: whoever reaches the socket in it may submit and cancel anything."""
     if given is None:
-        folder = Path(tempfile.mkdtemp(prefix="stepwire-"))  # made with mode 0700
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="stepwire-"))  # made with mode 0700
+        except OSError as error:
+            raise ValueError(f"{error.strerror or error}: give --run-dir") from None
         try:
             yield folder
         finally:

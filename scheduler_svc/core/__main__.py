@@ -49,7 +49,9 @@ _OPTIONS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(prog="python -m scheduler_svc.core", description=__doc__, allow_abbrev=False)
+    result = argparse.ArgumentParser(
+        prog="python -m scheduler_svc.core", usage="%(prog)s [OPTION ...]", description=__doc__, allow_abbrev=False
+    )
     result.add_argument("--listen", default="tcp://127.0.0.1:5600", help="where executors connect (%(default)s)")
     result.add_argument("--front", required=True, help="ipc:// endpoint for API workers")
     result.add_argument("--link-secret-file", type=Path, metavar="FILE", help="shared secret, needed off loopback")

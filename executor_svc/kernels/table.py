@@ -148,7 +148,7 @@ _TEMPLATES = {
         "gather_ids.cu", "i64* input_ids, const i64* last_tokens, const i32* token_slots, i32 tokens", 128
     ),
     "router_logits": _Template(
-        "route_experts.cu",
+        "router_logits.cu",
         "f32* logits, const T* x, const f32* router, i32 tokens, i32 experts, i32 hidden",
         128,
         {"T": TYPES},

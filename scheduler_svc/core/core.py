@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 _SURVEY_INTERVAL = 1.0  # seconds between looks for requests that nobody can take
 _SURVEYED_A_TICK = 512  # of them
-_WORK_A_TURN = 32  # plans and admissions; after these the others' plans are made in the next turn, which comes at once
+_WORK_A_TURN = 16  # plans and admissions; after these the others' plans are made in the next turn, which comes at once
 
 
 class Core:

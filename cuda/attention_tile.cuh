@@ -43,29 +43,44 @@ DEV void multiply_keys(float (&scores)[MT][KV / 8][4], const LoadQ& load_q, cons
 }
 
 // Masks the scores, turns them into weights in place, and rescales what was accumulated before. `first`: the KV
-// position of column 0; `row`: the packed row of row 0 of the tile, of `rows` in the item.
+// position of column 0; `row`: the packed row of row 0 of the tile, of `rows` in the item. Soft cap, mask and rescaling
+// are branches that a whole warp takes or leaves: most tiles need none of them.
 template <int D, int KV>
 DEV void online_softmax(float (&scores)[KV / 8][4], float (&out)[D / 8][4], RowState& state, const Scores& unit,
                         int first, const Item& item, int row, int rows, int group, int window) {
   const int t = threadIdx.x % 4, g = threadIdx.x % WARP / 4;
-  // Every row of the item sees all positions in [full_begin, full_end).
-  const bool all_visible = first >= Visible(item, item.num_queries - 1, window).begin &&
-                           first + KV <= Visible(item, 0, window).end;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const Visible visible(item, min(row + g + half * 8, rows - 1) / group, window);
-    float top = state.top[half];
+  float factor = unit.scale * LOG2_E;  // of a score, to units of log2
+  if (unit.softcap > 0.f) {
+    factor = LOG2_E;
 #pragma unroll
     for (int n = 0; n < KV / 8; ++n)
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float& score = scores[n][half * 2 + i];
-        score = unit.log2(score);
-        if (!all_visible && !visible(first + n * 8 + t * 2 + i)) score = negative_infinity();
-        top = fmaxf(top, score);
-      }
+      for (int i = 0; i < 4; ++i) scores[n][i] = unit.capped(scores[n][i]);
+  }
+  // Every row of the item sees all positions in [full_begin, full_end).
+  const bool all_visible = first >= Visible(item, item.num_queries - 1, window).begin &&
+                           first + KV <= Visible(item, 0, window).end;
+  if (!all_visible) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Visible visible(item, min(row + g + half * 8, rows - 1) / group, window);
+#pragma unroll
+      for (int n = 0; n < KV / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (!visible(first + n * 8 + t * 2 + i)) scores[n][half * 2 + i] = negative_infinity();
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float top = negative_infinity();
+#pragma unroll
+    for (int n = 0; n < KV / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) top = fmaxf(top, scores[n][half * 2 + i]);
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 1));
     top = fmaxf(top, __shfl_xor_sync(ALL_LANES, top, 2));
+    top = fmaxf(state.top[half], top * factor);
     const float base = top == negative_infinity() ? 0.f : top;  // a row that has seen nothing yet
     const float correction = fast_exp2(state.top[half] - base);
     float sum = 0.f;
@@ -74,15 +89,17 @@ DEV void online_softmax(float (&scores)[KV / 8][4], float (&out)[D / 8][4], RowS
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& score = scores[n][half * 2 + i];
-        score = fast_exp2(score - base);
+        score = fast_exp2(fmaf(score, factor, -base));
         sum += score;
       }
     state.top[half] = top;
     state.sum[half] = state.sum[half] * correction + sum;
+    if (__any_sync(ALL_LANES, correction != 1.f)) {
 #pragma unroll
-    for (int n = 0; n < D / 8; ++n) {
-      out[n][half * 2] *= correction;
-      out[n][half * 2 + 1] *= correction;
+      for (int n = 0; n < D / 8; ++n) {
+        out[n][half * 2] *= correction;
+        out[n][half * 2 + 1] *= correction;
+      }
     }
   }
 }

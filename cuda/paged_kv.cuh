@@ -99,8 +99,6 @@ struct Visible {
 struct Scores {
   float scale;    // 1 / sqrt(head_dim) or what the model says
   float softcap;  // 0: none
-  DEV float log2(float dot) const {
-    const float score = dot * scale;
-    return (softcap > 0.f ? softcap * fast_tanh(__fdividef(score, softcap)) : score) * LOG2_E;
-  }
+  DEV float capped(float dot) const { return softcap * fast_tanh(__fdividef(dot * scale, softcap)); }
+  DEV float log2(float dot) const { return (softcap > 0.f ? capped(dot) : dot * scale) * LOG2_E; }
 };

@@ -9,9 +9,11 @@ To run it, put the folder before the sources::
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -31,10 +33,11 @@ def compile_core(target: Path) -> None:
     new.mkdir(parents=True)
     for name in COPIED:
         shutil.copytree(ROOT / name, new / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", new)  # mypy's settings
+    (new / "mypy.ini").write_text("[mypy]\nignore_missing_imports = true\n")  # types are checked elsewhere
     modules = [f"scheduler_svc/core/{name}.py" for name in COMPILED]
     order = [sys.executable, "-c", "from mypyc.__main__ import main; main()", *modules]
-    subprocess.run(order, cwd=new, check=True, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, "C_INCLUDE_PATH": sysconfig.get_path("include")}  # wherever this Python was moved to
+    subprocess.run(order, cwd=new, env=environment, check=True, stdout=subprocess.DEVNULL)
     shutil.rmtree(new / "build")
     shutil.rmtree(new / ".mypy_cache", ignore_errors=True)
     shutil.rmtree(target, ignore_errors=True)

@@ -1,5 +1,8 @@
 # The scheduler service and the client: CPU only, no torch, no model files.
-FROM python:3.11-slim-bookworm
+# --build-arg CORE=compiled: with the core compiled to C (deploy/compile_core.py), which decides the same for less.
+ARG CORE=interpreted
+
+FROM python:3.11-slim-bookworm AS interpreted
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
@@ -13,6 +16,19 @@ RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
 RUN --mount=type=bind,target=/source \
     cp -r /source/. . && pip install --no-deps --force-reinstall -c constraints.txt . \
     && mkdir -p /app/deploy && cp deploy/*.py /app/deploy && rm -rf /build/*
+
+FROM interpreted AS compiler
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev
+RUN --mount=type=bind,source=constraints.txt,target=constraints.txt \
+    --mount=type=bind,source=deploy/wheels,target=wheels \
+    pip install --find-links wheels -c constraints.txt mypy setuptools
+RUN --mount=type=bind,target=/source cd /source && python -m deploy.compile_core /compiled
+
+FROM interpreted AS compiled
+COPY --from=compiler /compiled /compiled
+ENV PYTHONPATH=/compiled
+
+FROM ${CORE}
 WORKDIR /app
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin stepwire
 USER stepwire

@@ -119,8 +119,10 @@ class ExecutorService:
                 plan = self.link.next_plan(0.0 if held else IDLE_WAIT)
                 if plan is not None:
                     self.worker.execute_plan(plan)
-                elif held:
+                elif held and self.worker.previous_ready:
                     self.worker.finish_previous()  # no next plan is queued: its tokens go out now
+                # Else the device runs, and whatever comes first is next: waiting for it alone would keep a plan that
+                # comes meanwhile until the device has nothing left to do.
                 self._drain_wakes()
         finally:
             self.worker.finish_previous()

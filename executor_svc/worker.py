@@ -95,9 +95,14 @@ class Worker:
         else:
             self.previous = current
 
+    @property
+    def previous_ready(self) -> bool:
+        """True when ``finish_previous`` would not wait for the device."""
+        return self.previous is None or self.previous.sampled.ready()
+
     def finish_previous(self) -> None:
-        """Post-process the step that is held back, if one is. Also called when no next plan is queued: a step never
-        waits for a plan that may not come."""
+        """Post-process the step that is held back, if one is. Also called when it is ready and no next plan is queued:
+        a step never waits for a plan that may not come."""
         previous, self.previous = self.previous, None
         if previous is not None:
             self.post_process(previous)

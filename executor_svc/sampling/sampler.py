@@ -31,13 +31,18 @@ class SamplerOutput:
     faults: tuple[RowFault, ...]
     logprobs: tuple[SlotLogprobs, ...]
 
+    def ready(self) -> bool:
+        return True
+
     def output(self) -> SamplerOutput:
         """Itself: here already. A device's is on its way until its ``output`` is asked for."""
         return self
 
 
 class Sampled(Protocol):
-    """What a step's sampling left; ``output`` waits for it, if it has to."""
+    """What a step's sampling left; ``output`` waits for it, if it has to: not once it is ``ready``."""
+
+    def ready(self) -> bool: ...
 
     def output(self) -> SamplerOutput: ...
 

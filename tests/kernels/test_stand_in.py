@@ -14,7 +14,7 @@ from executor_svc.backends.cuda.device import Device
 from executor_svc.backends.cuda.staging import BUFFERS, Readback, Staging
 from tests.kernels.backends import make_device
 from tests.kernels.ptx.launcher import PtxLauncher
-from tests.kernels.stand_in import HostRead, NoHostReads, StandIn
+from tests.kernels.stand_in import PATIENCE, HostRead, NoHostReads, StandIn
 from tests.kernels.tiny_models import LLAMA, cuda_model
 
 READS: list[Callable[[torch.Tensor], Any]] = [
@@ -105,6 +105,22 @@ def test_landings_hold_what_was_there_when_they_were_asked_for(device: Device) -
         floats, ints = landing.wait()
         assert floats.tolist() == [value] * 4
         assert ints.tolist() == [value]
+
+
+def test_a_landing_is_ready_when_the_device_is_done() -> None:
+    """Asking does not wait."""
+    device = StandIn(PtxLauncher(check_races=False))
+    readback = Readback(device, 64)
+    device.calls.append("something")
+    landing = readback.copy([torch.ones(2)])
+    assert not landing.ready()
+    assert device.calls == ["something"]
+    landing.wait()
+    assert landing.ready()
+    assert device.calls == ["something", "wait"]
+    device.calls.append("more")
+    later = readback.copy([torch.ones(2)])
+    assert [later.ready() for _ in range(PATIENCE + 1)] == [False] * PATIENCE + [True]
 
 
 @pytest.mark.nvrtc

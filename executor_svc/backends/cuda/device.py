@@ -17,6 +17,10 @@ class Event(Protocol):
 
     def record(self) -> None: ...
 
+    def query(self) -> bool:
+        """True when a wait would return at once."""
+        ...
+
     def wait(self) -> None:
         """The host waits for the last record; returns at once if there was none."""
         ...
@@ -72,6 +76,9 @@ class CudaEvent:
 
     def record(self) -> None:
         self._event.record()
+
+    def query(self) -> bool:
+        return self._event.query()
 
     def wait(self) -> None:
         if not self._event.query():

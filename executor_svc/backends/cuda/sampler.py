@@ -111,6 +111,9 @@ class PendingSample:
     prompt: DevicePromptScores | None
     finish: Finish
 
+    def ready(self) -> bool:
+        return self.landing.ready()
+
     def output(self) -> SamplerOutput:
         """Waits for it. Once, in the steps' order."""
         packed, *scores = self.landing.wait()

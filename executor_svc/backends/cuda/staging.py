@@ -126,6 +126,10 @@ class Landing:
             (at, t.numel() * t.element_size(), t.dtype, tuple(t.shape)) for at, t in zip(places, tensors, strict=True)
         ]
 
+    def ready(self) -> bool:
+        """True when ``wait`` would not wait."""
+        return self._buffer.event.query()
+
     def wait(self) -> list[Array]:
         """Waits for the event and gives copies, which stay."""
         self._buffer.event.wait()

@@ -84,37 +84,26 @@ def slot_of(table, position, block_size):  # type: ignore[no-untyped-def]
     return load_int(table + 8 * (position // block_size)) * block_size + position % block_size
 
 
-def make_pages(kv_type: str) -> tuple[Any, Any, Any]:
-    """Compiled ``key_panel``, ``value_group`` and ``write_kv`` for a cache of float32 or float16."""
+def make_pages(kv_type: str) -> tuple[Any, Any]:
+    """Compiled ``page_of`` and ``write_kv`` for a cache of float32 or float16."""
     element = BYTES[kv_type]
     load, store, copy = (
         (load_half, store_half, copy_row_to_half) if kv_type == "float16" else (load_float, store_float, copy_row)
     )
 
     @njit(nogil=True, error_model="numpy")
-    def key_panel(keys, table, position, count, block_size, heads, head, size, scratch):  # type: ignore[no-untyped-def]
-        """Address of the panel of 16 tokens from ``position``, a multiple of 16; gathered where blocks do not align."""
+    def page_of(cache, table, position, count, block_size, heads, head, size, token_step, step, scratch):  # type: ignore[no-untyped-def]
+        """Address of the page of 16 tokens from ``position``, a multiple of 16: gathered where blocks do not align.
+        Elements from a token to the next, and from one of a token's own to the next: 1 and 16 for a panel of keys,
+        ``size`` and 1 for a group of values."""
+        page_bytes = size * LANES * element
         if block_size % LANES == 0:
-            group = slot_of(table, position, block_size) // LANES
-            return keys + (group * heads + head) * size * LANES * element
+            return cache + (slot_of(table, position, block_size) // LANES * heads + head) * page_bytes
         for lane in range(count):
             slot = slot_of(table, position + lane, block_size)
-            source = keys + ((slot // LANES * heads + head) * size * LANES + slot % LANES) * element
+            source = cache + (slot // LANES * heads + head) * page_bytes + slot % LANES * token_step * element
             for i in range(size):
-                store(scratch + (i * LANES + lane) * element, load(source + i * LANES * element))
-        return scratch
-
-    @njit(nogil=True, error_model="numpy")
-    def value_group(values, table, position, count, block_size, heads, head, size, scratch):  # type: ignore[no-untyped-def]
-        """Address of [16][head_dim] values from ``position``; gathered where blocks do not align."""
-        if block_size % LANES == 0:
-            group = slot_of(table, position, block_size) // LANES
-            return values + (group * heads + head) * size * LANES * element
-        for lane in range(count):
-            slot = slot_of(table, position + lane, block_size)
-            source = values + ((slot // LANES * heads + head) * LANES + slot % LANES) * size * element
-            for i in range(size):
-                store(scratch + (lane * size + i) * element, load(source + i * element))
+                store(scratch + (lane * token_step + i * step) * element, load(source + i * step * element))
         return scratch
 
     @njit(nogil=True, error_model="numpy")
@@ -127,14 +116,14 @@ def make_pages(kv_type: str) -> tuple[Any, Any, Any]:
                 store(keys + base + (i * LANES + lane) * element, load_float(k + (head * size + i) * 4))
             copy(v + head * size * 4, values + base + lane * size * element, size // LANES)
 
-    return key_panel, value_group, write_kv
+    return page_of, write_kv
 
 
 def make_attend_item(kv_type: str, avx512: bool) -> Any:
     """A compiled ``attend_item(step, model, layer, item, head, scratch)``; ``kv_type``: the cache's element type."""
     tiles = ATTENTION_TILES_AVX512 if avx512 else ATTENTION_TILES_AVX2
     score, accumulate = make_score(tiles, kv_type), make_accumulate(tiles, kv_type)
-    key_panel, value_group, _ = make_pages(kv_type)
+    page_of, _ = make_pages(kv_type)
     half = kv_type == "float16"
     score_widened, accumulate_widened = score, accumulate
     if half:
@@ -180,12 +169,12 @@ def make_attend_item(kv_type: str, avx512: bool) -> Any:
             for p in range(skipped, pages):
                 n, at = min(LANES, tokens - p * LANES), gathered + p * LANES * row_bytes
                 position = base + p * LANES
-                key = key_panel(keys, blocks, position, n, block_size, heads, head, size, at)
+                key = page_of(keys, blocks, position, n, block_size, heads, head, size, 1, LANES, at)
                 if widened:
                     copy_row_from_half(key, at, size)
                     key = at
                 at += KV_TILE * row_bytes
-                value = value_group(values, blocks, position, n, block_size, heads, head, size, at)
+                value = page_of(values, blocks, position, n, block_size, heads, head, size, size, 1, at)
                 if widened:
                     copy_row_from_half(value, at, n * vectors)
                     value = at
@@ -193,8 +182,9 @@ def make_attend_item(kv_type: str, avx512: bool) -> Any:
                 store_int(value_pages + 8 * p, value)
                 # The same page of the next tile is fetched meanwhile; where there is none this one, for nothing.
                 if block_size % LANES == 0 and position + KV_TILE < end and not widened:
-                    key = key_panel(keys, blocks, position + KV_TILE, n, block_size, heads, head, size, 0)
-                    value = value_group(values, blocks, position + KV_TILE, n, block_size, heads, head, size, 0)
+                    later = position + KV_TILE
+                    key = page_of(keys, blocks, later, n, block_size, heads, head, size, 1, LANES, 0)
+                    value = page_of(values, blocks, later, n, block_size, heads, head, size, size, 1, 0)
                 store_int(key_pages + AHEAD + 8 * p, key)
                 store_int(value_pages + AHEAD + 8 * p, value)
             shift = skipped * LANES * 4

@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import njit
 
-from executor_svc.backends.cpu.native.gemm import BYTES, ELEMENT
+from executor_svc.backends.cpu.native.gemm import BYTES, ELEMENT, add_products, row_addresses, store_rows
 from executor_svc.backends.cpu.native.vector import I64, LANES, Emitter, kernel
 
 AHEAD = 64  # bytes from a page's entry in a table of addresses to the entry of the page that is fetched meanwhile
@@ -27,7 +27,7 @@ def _score_tile(rows: int, pages: int, kv_type: str) -> Any:
 
     @kernel(6)
     def score_tile(e: Emitter, q: Any, q_stride: Any, table: Any, size: Any, scores: Any, stride: Any) -> None:
-        q_rows = [e.at(q, e.b.mul(q_stride, I64(r))) for r in range(rows)]
+        q_rows = row_addresses(e, q, q_stride, rows)
         panels = [e.load_address(e.at(table, 8 * p)) for p in range(pages)]
         later = [e.load_address(e.at(table, AHEAD + 8 * p)) for p in range(pages)]
 
@@ -36,17 +36,10 @@ def _score_tile(rows: int, pages: int, kv_type: str) -> Any:
             keys = [e.load(e.at(panel, offset), ELEMENT[kv_type]) for panel in panels]
             for panel in later:
                 e.prefetch(e.at(panel, offset))
-            q_offset = e.b.mul(index, I64(4))
-            out = []
-            for r in range(rows):
-                value = e.broadcast(e.load_scalar(e.at(q_rows[r], q_offset)))
-                out += [e.fma(value, keys[p], sums[r * pages + p]) for p in range(pages)]
-            return out
+            return add_products(e, q_rows, e.b.mul(index, I64(4)), keys, sums)
 
         sums = e.loop(size, [e.constant(0.0)] * (rows * pages), step)
-        for r in range(rows):
-            for p in range(pages):
-                e.store(sums[r * pages + p], e.at(e.at(scores, e.b.mul(stride, I64(r))), 4 * LANES * p))
+        store_rows(e, sums, row_addresses(e, scores, stride, rows))
 
     return score_tile
 
@@ -71,14 +64,11 @@ def _value_tile(rows: int, panels: int, kv_type: str) -> Any:
         out_stride: Any,
         correction: Any,
     ) -> None:
-        weight_rows = [e.at(weights, e.b.mul(weights_stride, I64(r))) for r in range(rows)]
-        targets = [
-            [e.at(e.at(out, e.b.mul(out_stride, I64(r))), 4 * LANES * p) for p in range(panels)] for r in range(rows)
-        ]
+        weight_rows, out_rows = row_addresses(e, weights, weights_stride, rows), row_addresses(e, out, out_stride, rows)
         initial = []
         for r in range(rows):
             factor = e.broadcast(e.load_scalar(e.at(correction, 4 * r)))
-            initial += [e.b.fmul(e.load(address), factor) for address in targets[r]]
+            initial += [e.b.fmul(e.load(e.at(out_rows[r], 4 * LANES * p)), factor) for p in range(panels)]
 
         def page(index: Any, sums: list[Any]) -> list[Any]:
             entry = e.at(table, e.b.mul(index, I64(8)))
@@ -94,20 +84,12 @@ def _value_tile(rows: int, panels: int, kv_type: str) -> Any:
                 ]
                 for p in range(0, panels, 4 // BYTES[kv_type]):  # one for each cache line
                     e.prefetch(e.at(e.at(later, row), BYTES[kv_type] * LANES * p))
-                weight_offset = e.b.mul(e.b.add(first, lane), I64(4))
-                sums_after = []
-                for r in range(rows):
-                    weight = e.broadcast(e.load_scalar(e.at(weight_rows[r], weight_offset)))
-                    sums_after += [e.fma(weight, values[p], sums[r * panels + p]) for p in range(panels)]
-                return sums_after
+                return add_products(e, weight_rows, e.b.mul(e.b.add(first, lane), I64(4)), values, sums)
 
             return e.loop(count, sums, token)
 
         pages = e.b.sdiv(e.b.add(tokens, I64(LANES - 1)), I64(LANES))
-        sums = e.loop(pages, initial, page)
-        for r in range(rows):
-            for p in range(panels):
-                e.store(sums[r * panels + p], targets[r][p])
+        store_rows(e, e.loop(pages, initial, page), out_rows)
 
     return value_tile
 

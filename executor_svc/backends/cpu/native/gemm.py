@@ -1,8 +1,7 @@
 """Matrix products by register tiles: y[rows, 16 panels] = x w, one fused multiply-add chain per element, k ascending.
 
 A *panel* is 16 output columns for all k, contiguous: [K][16]. Packed weights are panels one after another
-([N / 16][K][16]); a page of keys is a panel of 16 tokens ([head_dim][16]); a page of values is head_dim / 16
-interleaved ones. The same tiles serve all three.
+([N / 16][K][16]). The parts that the tiles of attention have too are functions of their own.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.ir as ir
 import torch
 from numba import njit
 
@@ -34,59 +32,48 @@ def pack_panels(weight: torch.Tensor, dtype: str) -> torch.Tensor:
     return weight.to(kind).view(-1, LANES, k).transpose(1, 2).contiguous()
 
 
-def _tile(rows: int, panels: int, element: ir.Type, scaled: bool) -> Any:
-    """A kernel of fixed rows and panels. Arguments, in bytes except K: x, x row stride, w, w step of k, w step of
-    panels, K, y, y row stride, scale (float32 [rows]; when ``scaled`` the product is added to y * scale)."""
+def row_addresses(e: Emitter, start: Any, stride: Any, rows: int) -> list[Any]:
+    return [e.at(start, e.b.mul(stride, I64(r))) for r in range(rows)]
 
-    @kernel(9)
-    def tile(
-        e: Emitter,
-        x: Any,
-        x_stride: Any,
-        w: Any,
-        k_step: Any,
-        panel_step: Any,
-        k: Any,
-        y: Any,
-        y_stride: Any,
-        scale: Any,
-    ) -> None:
-        x_rows = [e.at(x, e.b.mul(x_stride, I64(r))) for r in range(rows)]
-        y_tiles = [
-            [e.at(e.at(y, e.b.mul(y_stride, I64(r))), 4 * LANES * p) for p in range(panels)] for r in range(rows)
-        ]
-        panel_at = [e.at(w, e.b.mul(panel_step, I64(p))) for p in range(panels)]
-        initial = []
-        for r in range(rows):
-            if scaled:
-                factor = e.broadcast(e.load_scalar(e.at(scale, 4 * r)))
-                initial += [e.b.fmul(e.load(address), factor) for address in y_tiles[r]]
-            else:
-                initial += [e.constant(0.0)] * panels
+
+def add_products(e: Emitter, x_rows: list[Any], x_offset: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
+    """The sums, row by row, plus the scalar of each row times each of the vectors ``columns``."""
+    out = []
+    for r, row in enumerate(x_rows):
+        value = e.broadcast(e.load_scalar(e.at(row, x_offset)))
+        out += [e.fma(value, column, sums[r * len(columns) + p]) for p, column in enumerate(columns)]
+    return out
+
+
+def store_rows(e: Emitter, sums: list[Any], y_rows: list[Any]) -> None:
+    panels = len(sums) // len(y_rows)
+    for i, total in enumerate(sums):
+        e.store(total, e.at(y_rows[i // panels], 4 * LANES * (i % panels)))
+
+
+def _tile(rows: int, panels: int, dtype: str) -> Any:
+    """A kernel of fixed rows and panels. Strides and the step from one panel to the next in bytes."""
+
+    @kernel(7)
+    def tile(e: Emitter, x: Any, x_stride: Any, w: Any, panel_step: Any, k: Any, y: Any, y_stride: Any) -> None:
+        x_rows, panel_at = row_addresses(e, x, x_stride, rows), row_addresses(e, w, panel_step, panels)
 
         def step(index: Any, sums: list[Any]) -> list[Any]:
-            offset = e.b.mul(index, k_step)
-            weights = [e.load(e.at(address, offset), element) for address in panel_at]
-            x_offset = e.b.mul(index, I64(4))
-            out = []
-            for r in range(rows):
-                value = e.broadcast(e.load_scalar(e.at(x_rows[r], x_offset)))
-                out += [e.fma(value, weights[p], sums[r * panels + p]) for p in range(panels)]
-            return out
+            offset = e.b.mul(index, I64(BYTES[dtype] * LANES))
+            weights = [e.load(e.at(address, offset), ELEMENT[dtype]) for address in panel_at]
+            return add_products(e, x_rows, e.b.mul(index, I64(4)), weights, sums)
 
-        sums = e.loop(k, initial, step)
-        for r in range(rows):
-            for p in range(panels):
-                e.store(sums[r * panels + p], y_tiles[r][p])
+        sums = e.loop(k, [e.constant(0.0)] * (rows * panels), step)
+        store_rows(e, sums, row_addresses(e, y, y_stride, rows))
 
     return tile
 
 
-def make_block(dtype: str, scaled: bool, tiles: dict[int, int]) -> Any:
+def make_block(dtype: str, tiles: dict[int, int]) -> Any:
     """A compiled function ``block(rows, panels, <arguments of a tile>)`` for any rows and panels."""
-    arguments = ("x", "x_stride", "w", "k_step", "panel_step", "k", "y", "y_stride", "scale")
-    steps = {"x": "x_stride", "y": "y_stride", "scale": "4"}
-    return join_tiles(tiles, lambda rows, panels: _tile(rows, panels, ELEMENT[dtype], scaled), arguments, steps)
+    arguments = ("x", "x_stride", "w", "panel_step", "k", "y", "y_stride")
+    steps = {"x": "x_stride", "y": "y_stride"}
+    return join_tiles(tiles, lambda rows, panels: _tile(rows, panels, dtype), arguments, steps)
 
 
 def join_tiles(

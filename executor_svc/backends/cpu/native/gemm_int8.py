@@ -27,7 +27,7 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import torch
 
-from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512, join_tiles
+from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512, join_tiles, row_addresses, store_rows
 from executor_svc.backends.cpu.native.vector import I32, I64, LANES, VECTOR, Emitter, kernel
 from executor_svc.backends.cpu.quantize import quantize_groups
 
@@ -107,8 +107,7 @@ def _tile(rows: int, panels: int, method: Method) -> Any:
     def tile(
         e: Emitter, x: Any, x_stride: Any, w: Any, panel_step: Any, k: Any, group: Any, y: Any, y_stride: Any
     ) -> None:
-        x_rows = [e.at(x, e.b.mul(x_stride, I64(r))) for r in range(rows)]
-        panel_at = [e.at(w, e.b.mul(panel_step, I64(p))) for p in range(panels)]
+        x_rows, panel_at = row_addresses(e, x, x_stride, rows), row_addresses(e, w, panel_step, panels)
         groups = e.b.udiv(k, group)
         scales_at = e.b.mul(k, I64(method.x_bytes))
         first_at = e.b.add(scales_at, e.b.mul(groups, I64(4)))
@@ -157,9 +156,7 @@ def _tile(rows: int, panels: int, method: Method) -> Any:
             return out
 
         totals = e.loop(groups, [e.constant(0.0)] * (rows * panels), one_group)
-        for r in range(rows):
-            for p in range(panels):
-                e.store(totals[r * panels + p], e.at(e.at(y, e.b.mul(y_stride, I64(r))), 4 * LANES * p))
+        store_rows(e, totals, row_addresses(e, y, y_stride, rows))
 
     return tile
 

@@ -93,7 +93,7 @@ def make_product_phase(weights: str, avx512: bool) -> Any:
 
 
 def _floats(weights: str, tiles: dict[int, int]) -> tuple[Any, Any]:
-    block = make_block(weights, False, tiles)
+    block = make_block(weights, tiles)
     element = BYTES[weights]
 
     @njit(nogil=True, error_model="numpy")
@@ -103,9 +103,7 @@ def _floats(weights: str, tiles: dict[int, int]) -> tuple[Any, Any]:
     @njit(nogil=True, error_model="numpy")
     def multiply(step, row, rows, panel, panels, x, k, w, y, y_stride):  # type: ignore[no-untyped-def]
         size = k * LANES * element
-        block(
-            rows, panels, x + row * k * 4, k * 4, w + panel * size, LANES * element, size, k, y, y_stride, 0
-        )  # fmt: skip
+        block(rows, panels, x + row * k * 4, k * 4, w + panel * size, size, k, y, y_stride)
 
     return prepare, multiply
 

@@ -72,7 +72,7 @@ def norm_phase(counter, model, rows, x, delta, bias, delta_norm, weight, out, ad
 
 def make_rotary_phase(kv_type: str) -> Any:
     """A compiled ``rotary_phase(counter, step, model, layer)``; ``kv_type``: the cache's element type."""
-    write_kv = make_pages(kv_type)[2]
+    _, write_kv = make_pages(kv_type)
 
     @njit(nogil=True, error_model="numpy")
     def rotary_phase(counter, step, model, layer):  # type: ignore[no-untyped-def]

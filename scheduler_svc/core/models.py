@@ -30,6 +30,7 @@ class ModelEntry:
         self.idle: dict[bytes, ExecutorState] = {}
         self.wanted: dict[bytes, ExecutorState] = {}  # of the idle ones: something was left for them
         self.homes = PrefixHomes()
+        self.loads_from = 0  # where the next look at loads starts (routing.py)
         self.least_loaded: list[ExecutorState] = []  # as of `loads_at` (routing.py)
         self.loads_at = -math.inf
         self.expected: dict[str, tuple[float, int]] = {}  # vanished executors: name -> (until, max_sequence_tokens)
@@ -51,7 +52,7 @@ class ModelEntry:
     def executors_changed(self) -> None:
         """To be called after every change of `executors` and `expected`: each request asks for what follows from
         them, and many may come at once."""
-        self.least_loaded, self.loads_at = [], -math.inf
+        self.least_loaded, self.loads_at, self.loads_from = [], -math.inf, 0
         self._max_sequence_tokens = self._context_length = -1  # not known now
 
     @property

@@ -32,7 +32,8 @@ from scheduler_svc.core.slots import PREFILL
 
 _SOON = 0.5  # seconds since its last answer: a busy executor that will plan again soon
 _MOST_OTHERS = ASKED - 1  # executors that a sequence is compared with
-_LOADS_HOLD = 0.01  # seconds for which those with the least load are taken to be the same
+_LOADS_HOLD = 0.002  # seconds for which those with the least load are taken to be the same ...
+_LOADS_SEEN = 128  # ... of so many
 _LEFT_HOLDS = 0.01  # seconds for which nobody asks whether what was left for another still is
 _MOST_LEFT = 32  # sequences that one plan leaves for others: what it costs has a bound
 
@@ -139,7 +140,11 @@ class Routing:
 
     def _least_loaded(self, model: ModelEntry, now: float) -> list[ExecutorState]:
         if not 0.0 <= now - model.loads_at < _LOADS_HOLD:
-            soon = [other for other in model.executors if self._plans_soon(other, now)]
+            # The next ones in turn: of all, a look at each would be the longest part of a turn.
+            some = model.executors[model.loads_from : model.loads_from + _LOADS_SEEN]
+            some += model.executors[: max(0, min(model.loads_from, _LOADS_SEEN - len(some)))]
+            model.loads_from = (model.loads_from + _LOADS_SEEN) % len(model.executors)
+            soon = [other for other in some if self._plans_soon(other, now)]
             model.loads_at = now
             model.least_loaded = nsmallest(ASKED, soon, key=_load)
         return model.least_loaded

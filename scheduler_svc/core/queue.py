@@ -22,6 +22,8 @@ from scheduler_svc.core.sequence import Sequence, State
 _Key = tuple[int, float, int]
 Entry = tuple[_Key, Sequence]
 
+_CHUNK = 256
+
 
 class WaitingQueue:
     def __init__(self, ageing: float, shares: FairShares | None = None) -> None:
@@ -29,20 +31,23 @@ class WaitingQueue:
         self.shares = shares or FairShares(0.0, 0)
         self._lines: dict[str, list[Entry]] = {}  # by tenant, each in order of its keys; no empty ones
         self._length = 0
+        self._pushed = 0  # ever
         self.tokens: Counter[str] = Counter()  # by tenant: known tokens of its sequences here
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
-        """A snapshot in order: entries may be removed while it runs, and service that is charged meanwhile counts."""
+        """Those that wait now, in order: they may be removed while it runs, and service that is charged meanwhile
+        counts. Who is put back meanwhile is not met."""
+        newest = self._pushed
         if len(self._lines) <= 1:
             for line in list(self._lines.values()):
-                for _, sequence in line.copy():
+                for _, sequence in _in_chunks(line, newest):
                     yield sequence
             return
         floor = self.shares.floor
-        lines = {tenant: iter(line.copy()) for tenant, line in self._lines.items()}
+        lines = {tenant: _in_chunks(line, newest) for tenant, line in self._lines.items()}
         heads: list[tuple[_Key, str, Sequence, _Key]] = []  # (effective key, tenant, its first, that one's own key)
 
         def add_next(tenant: str) -> None:
@@ -86,6 +91,8 @@ class WaitingQueue:
         sequence.left_since = 0.0
         sequence.waits_for = "its turn"
         tenant = sequence.salt
+        self._pushed += 1
+        sequence.ticket = self._pushed
         sequence.queued_tokens = known = sequence.known
         self.tokens[tenant] += known
         line = self._lines.get(tenant)
@@ -129,6 +136,16 @@ class WaitingQueue:
 
     def _effective(self, key: _Key, tenant: str, floor: float) -> _Key:
         return (key[0], key[1] + self.shares.put_back(tenant, floor), key[2]) if key[0] else key
+
+
+def _in_chunks(line: list[Entry], newest: int) -> Iterator[Entry]:
+    """The entries of a line up to this ticket, some copied at a time: a plan looks at the first few of very many."""
+    start = 0
+    while chunk := line[start : start + _CHUNK]:
+        for entry in chunk:
+            if entry[1].ticket <= newest:
+                yield entry
+        start = bisect.bisect_right(line, chunk[-1][0], key=_key)
 
 
 def _key(entry: Entry) -> _Key:

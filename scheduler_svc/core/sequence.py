@@ -107,6 +107,7 @@ class Sequence:
         "stop_ids",
         "stops_on_text",
         "stream",
+        "ticket",
         "unroutable_since",
         "uses_cache",
         "wait_key",
@@ -156,6 +157,7 @@ class Sequence:
         self.wait_key: tuple[int, float, int] = (0, 0.0, 0)
         self.enqueued = now
         self.queued_tokens = 0  # counted for its tenant while it waits
+        self.ticket = 0  # of its newest entry into the queue
         self.unroutable_since = 0.0
         self.prefix_wait_until = 0.0
         self.left_since = 0.0  # when it was first left for a better placed executor; 0: not since it was queued

@@ -48,6 +48,22 @@ class Requests:
         return sequence
 
 
+def test_a_long_queue_is_gone_through_once_whoever_leaves_or_is_put_back_meanwhile() -> None:
+    for tenants in (1, 3):
+        requests = Requests(entry())
+        queue = requests.model.queue
+        waiting = [requests.push(float(i), tenant=str(i % tenants)) for i in range(1500)]
+        met = []
+        for i, sequence in enumerate(queue):
+            met.append(sequence)
+            if i % 2:
+                queue.remove(sequence)
+            if i % 100 == 1:
+                sequence.continued = i % 200 == 1  # before all that are left, or where it was
+                queue.push(sequence, 2000.0)
+        assert met == waiting
+
+
 # -- being passed over -----------------------------------------------------------------------------------------------
 
 request = st.tuples(

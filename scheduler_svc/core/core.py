@@ -76,6 +76,7 @@ class Core:
         self._work_left = _WORK_A_TURN
         self._unfinished: float | None = None  # when a turn left plans to the next one
         self._idle_first = False  # the last one did not come to them
+        self._first_model = 0  # whose idle executors come first
         self._to_survey: list[list[Entry]] = []  # waiting sequences of this look that are still to be looked at
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -197,14 +198,17 @@ class Core:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     def _plan_open(self, fleet: list[ExecutorState], now: float) -> None:
-        following = [executor for entry in self.fleet.models.values() for executor in entry.open.values()]
+        following = list(self.fleet.open.values())
         while following:
             following = [executor for executor in following if self._plan_one(executor, fleet, now)]
 
     def _plan_idle(self, fleet: list[ExecutorState], now: float) -> None:
-        for entry in self.fleet.models.values():
+        models, could = list(self.fleet.models.values()), self._work_left > 0
+        for entry in models[self._first_model :] + models[: self._first_model]:
             if entry.idle and len(entry.queue):
                 self._wake_idle(entry, fleet, now)
+        if could and self._work_left <= 0:  # perhaps not all had their turn
+            self._first_model = (self._first_model + 1) % len(models)
 
     def _plan_one(self, executor: ExecutorState, fleet: list[ExecutorState], now: float) -> bool:
         if executor.status is ExecutorStatus.DRAINING:

@@ -36,6 +36,10 @@ class Fleet:
         self.sessions: dict[bytes, ExecutorState] = {}
         self._processes: dict[tuple[str, int], ExecutorState] = {}  # by name and instance
         self.models: dict[str, ModelEntry] = {}
+        # Whose turn it may be: those with room in their pipeline are looked at in every turn, who was planned for
+        # longest ago first; but those which hold nothing (`idle` of their models) only while something waits there. All
+        # others have as many plans unanswered as they may.
+        self.open: dict[bytes, ExecutorState] = {}
         self.reputations: dict[str, Reputation] = {}
         self.remains = Remains()
         self._config = config
@@ -106,7 +110,7 @@ class Fleet:
         self._close(executor)
         self._unanswered.given_up(executor)
         executor.cache.close()
-        self.remains.add(executor.cache, executor.pool)
+        self.remains.add(executor.cache, executor.pool, executor.table)
         del self.sessions[executor.session]
         del self._processes[executor.name, executor.instance]
         self._outbox.drop_peer(Destination(EXECUTOR, executor.session))
@@ -124,9 +128,9 @@ class Fleet:
     def start_epoch(self, executor: ExecutorState, epoch: Epoch) -> None:
         """Its sequences were taken from it before."""
         self._unanswered.given_up(executor)
-        cache, pool = executor.cache, executor.pool
+        cache, pool, table = executor.cache, executor.pool, executor.table
         executor.start_epoch(epoch)
-        self.remains.add(cache, pool)
+        self.remains.add(cache, pool, table)
         self._open(executor)
 
     def drains(self, executor: ExecutorState) -> None:
@@ -157,10 +161,10 @@ class Fleet:
 
     def _open(self, executor: ExecutorState) -> None:
         self._close(executor)
-        executor.model.open[executor.session] = executor
+        self.open[executor.session] = executor
 
     def _close(self, executor: ExecutorState) -> None:
-        for group in (executor.model.open, executor.model.idle, executor.model.wanted):
+        for group in (self.open, executor.model.idle, executor.model.wanted):
             group.pop(executor.session, None)
 
     # -- reputation --------------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def _turns(core: Core) -> list[str]:
         idle, full = executor.session in executor.model.idle, len(executor.inflight) >= core.config.depth
         if idle and (executor.table.used or executor.released or executor.inflight or executor.settling):
             problems.append(f"executor {executor.name} counts as idle and is not")
-        looked_at = idle or executor.session in executor.model.open
+        looked_at = idle or executor.session in core.fleet.open
         if not (looked_at or full) and executor.status in (ExecutorStatus.READY, ExecutorStatus.DRAINING):
             problems.append(f"executor {executor.name} has room for a plan, no turn looks at it")
     unanswered = core.workers.unanswered

@@ -24,10 +24,7 @@ class ModelEntry:
         self.admissions = AdmissionLog()
         self.executors: list[ExecutorState] = []
         self.by_session: dict[bytes, ExecutorState] = {}
-        # Whose turn it may be: those with room in their pipeline are looked at in every turn, but those which hold
-        # nothing only while something waits. All others have as many plans unanswered as they may.
-        self.open: dict[bytes, ExecutorState] = {}
-        self.idle: dict[bytes, ExecutorState] = {}
+        self.idle: dict[bytes, ExecutorState] = {}  # they hold nothing (fleet.py)
         self.wanted: dict[bytes, ExecutorState] = {}  # of the idle ones: something was left for them
         self.homes = PrefixHomes()
         self.loads_from = 0  # where the next look at loads starts (routing.py)

@@ -35,6 +35,7 @@ _NONE = np.empty(0, dtype=np.int32)
 _NO_PAIRS = np.empty((0, 2), dtype=np.int32)
 _NO_ROWS = np.empty(0, dtype=np.intp)
 _MOST_LOOKED_AT = 128  # waiting for a prefix, in one plan: what it costs has a bound
+_MOST_ADMITTED = 256  # in one plan: so long is a turn
 _MOST_PEAKS = 8  # admissions of one plan for which the peak of KV is worked out (kv_peak.py)
 _LOGPROB_VALUES = 2**18  # of prompt tokens that one plan may ask for: 2 MB of its result
 
@@ -193,7 +194,7 @@ class Planner:
         ready, longest = executor.status is ExecutorStatus.READY, executor.max_sequence_tokens
         filling, queue, for_prefix = executor.filling, executor.model.queue, 0
         for sequence in [alone] if alone is not None else queue:
-            if draft.budget <= 0:
+            if draft.budget <= 0 or len(draft.admitted) >= _MOST_ADMITTED:
                 sequence.waits_for = "a step with tokens to spare"
                 return
             fits = ready and sequence.limit <= longest and not sequence.outputs  # what most are asked

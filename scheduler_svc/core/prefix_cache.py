@@ -184,14 +184,14 @@ class PrefixCache:
             run = found_in[blocks[at]]
             assert isinstance(run, Run)
             taken = blocks[at : at + len(run.blocks)]
-            if taken[::-1] != run.blocks[-len(taken) :]:
-                taken = taken[:1]  # its others are somewhere else in the order
-                if taken != run.blocks[-1:]:
-                    raise RuntimeError(f"block {taken[0]} was evicted before those behind it")
+            if taken[::-1] != run.blocks[-len(taken) :]:  # its others are somewhere else in the order
+                pairs = enumerate(zip(taken, reversed(run.blocks), strict=False))
+                taken = taken[: next(i for i, (gone, last) in pairs if gone != last)]
+                if not taken:
+                    raise RuntimeError(f"block {blocks[at]} was evicted before those behind it")
             for block in taken:
                 found_in[block] = None
-            del run.blocks[-len(taken) :]
-            run.grows = False
+            run.lose(len(taken), self._width)
             if not run.blocks:
                 del self.by_hash[run.digest]
             at += len(taken)

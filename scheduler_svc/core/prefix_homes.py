@@ -6,20 +6,23 @@ are used, and forgotten when too many others came since. In a small fleet everyo
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 _MOST_PREFIXES = 65536
 _MOST_HOMES = 8  # of one prefix: the newest
 
 
 class PrefixHomes:
     def __init__(self) -> None:
-        self._sessions: dict[bytes, list[bytes]] = {}  # least recently added to first
+        # Least recently added to first. (The first of a plain dict is searched for among all that left it before.)
+        self._sessions: OrderedDict[bytes, list[bytes]] = OrderedDict()
 
     def add(self, digest: bytes, session: bytes) -> None:
         homes = self._sessions.pop(digest, None)
         if homes is None:
             homes = []
             if len(self._sessions) >= _MOST_PREFIXES:
-                del self._sessions[next(iter(self._sessions))]
+                self._sessions.popitem(last=False)
         elif session in homes:
             homes.remove(session)
         homes.append(session)

@@ -14,7 +14,7 @@ class Run(msgspec.Struct, eq=False, gc=False):
     parent: int  # uid of the run that it follows; 0: it starts a chain
     after: int  # how many blocks of that one come before it
     salt: str
-    tokens: bytes  # raw int32; those of evicted blocks stay at its end
+    tokens: bytes  # raw int32; at its end, those of some evicted blocks
     blocks: list[int]
     grows: bool = True  # it has lost no block, and nothing follows its last one
 
@@ -32,6 +32,15 @@ class Run(msgspec.Struct, eq=False, gc=False):
             return most
         differs = np.frombuffer(mine, dtype="<i4") != np.frombuffer(theirs, dtype="<i4")
         return int(differs.argmax()) * 4 // width
+
+    def lose(self, count: int, width: int) -> None:
+        """Its last blocks were evicted. Their tokens go when they are more than half of all: each is copied once or so,
+        and a first block that is used for ever does not keep a long prompt."""
+        del self.blocks[-count:]
+        self.grows = False
+        left = len(self.blocks) * width
+        if len(self.tokens) > 2 * left:
+            self.tokens = self.tokens[:left]
 
 
 Place = tuple[Run, int]  # behind so many blocks of a run

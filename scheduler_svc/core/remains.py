@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from scheduler_svc.core.prefix_run import Run
+
 _ITEMS_A_TURN = 2048
 
 
@@ -26,16 +28,18 @@ class Remains:
     def take_apart(self) -> None:
         left = _ITEMS_A_TURN
         while self._containers and left > 0:
-            held = self._containers[-1]
+            held = self._containers.pop()
             count = min(len(held), left)
             left -= count + 1
             if isinstance(held, list):
+                inner = [item for item in held[len(held) - count :] if isinstance(item, list)]
                 del held[len(held) - count :]
             else:
-                for _ in range(count):
-                    held.popitem()
-            if not held:
-                self._containers.pop()
+                taken = [held.popitem()[1] for _ in range(count)]
+                inner = [item.blocks for item in taken if isinstance(item, Run)]
+            if held:
+                self._containers.append(held)
+            self._containers += [item for item in inner if item]
 
 
 def _containers(thing: object) -> Iterator[list[Any] | dict[Any, Any]]:

@@ -14,6 +14,8 @@ waiting.
 
 from __future__ import annotations
 
+import heapq
+
 _MAX_IDLE = 4096  # tenants remembered without a waiting sequence
 
 
@@ -22,15 +24,36 @@ class FairShares:
         self._window = window
         self._tokens = max(tokens, 1)
         self._served: dict[str, float] = {}
-        self._waiting: set[str] = set()  # read for a minimum only: its order decides nothing
+        self._waiting: set[str] = set()
+        # (served, tenant), one of each that waits and of some that waited: what they were served by then, or less. The
+        # first is put right when it is asked for, so the least is found without a look at all.
+        self._least: list[tuple[float, str]] = []
+        self._listed: set[str] = set()  # in `_least`
         self._floor = 0.0  # never falls: what a tenant that was away starts from
 
     @property
     def floor(self) -> float:
         """What the least served tenant that waits was served."""
         if self._waiting:
-            self._floor = max(self._floor, min(self._served[tenant] for tenant in self._waiting))
+            self._floor = max(self._floor, self._least_served())
         return self._floor
+
+    def _least_served(self) -> float:
+        least = self._least
+        while True:
+            served, tenant = least[0]
+            if tenant not in self._waiting:
+                heapq.heappop(least)
+                self._listed.discard(tenant)
+            elif served < self._served[tenant]:
+                heapq.heapreplace(least, (self._served[tenant], tenant))
+            else:
+                return served
+
+    def _list_anew(self) -> None:
+        self._least = [(self._served[tenant], tenant) for tenant in self._waiting]
+        heapq.heapify(self._least)
+        self._listed = set(self._waiting)
 
     def waits(self, tenant: str) -> None:
         """Its first sequence came into the queue."""
@@ -39,10 +62,16 @@ class FairShares:
         floor = self.floor
         self._served[tenant] = max(self._served.get(tenant, 0.0), floor)
         self._waiting.add(tenant)
+        if tenant not in self._listed:
+            self._listed.add(tenant)
+            heapq.heappush(self._least, (self._served[tenant], tenant))
+            if len(self._least) > 2 * len(self._waiting) + 64:  # mostly of those that wait no more
+                self._list_anew()
         if len(self._served) > _MAX_IDLE + len(self._waiting):
             idle = sorted((t for t in self._served if t not in self._waiting), key=lambda t: (self._served[t], t))
             for name in idle[: len(idle) // 2]:
                 del self._served[name]
+            self._list_anew()  # one that comes back may start from less
 
     def waits_no_more(self, tenant: str) -> None:
         """Its last sequence left the queue."""

@@ -106,10 +106,6 @@ class PagedAttention:
             smem = prefill_smem(shape.head_dim, 2)
             self._prefill(grid, (128,), (out, *caches, plan.prefill, *common), smem)
         if len(plan.merges):
-            merging = (
-                len(plan.merges),
-                shape.kv_heads,
-                -(-shape.group // 4),
-            )  # a block has four warps, each takes a row
+            merging = (len(plan.merges), shape.kv_heads, -(-shape.group // 4))  # a block: four warps, a row each
             sizes = (np.int32(shape.group), np.int32(shape.head_dim))
             self._merge(merging, (128,), (out, part_out, part_lse, plan.merges, *sizes))

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from executor_svc.errors import DeviceUnavailable
 from executor_svc.kernels.build import Image, arch_of, build
 from executor_svc.kernels.signature import Argument, LaunchError, check_arguments, check_symbol
 from executor_svc.kernels.table import Kernel, find_kernel
@@ -72,7 +73,8 @@ class CupyLauncher:
         self._launches: dict[str, Launch] = {}
 
     def kernel(self, name: str) -> Launch:
-        """Built and loaded on first use: ask for all kernels before capturing a graph."""
+        """Built and loaded on first use: ask for all kernels before capturing a graph. DeviceUnavailable where the
+        device has too little shared memory for it."""
         if name not in self._launches:
             self._launches[name] = self._load(find_kernel(name))
         return self._launches[name]
@@ -88,8 +90,8 @@ class CupyLauncher:
                 runtime = self._cupy.cuda.runtime
                 limit = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, self._index)
                 if kernel.max_smem > limit:
-                    raise LaunchError(
-                        f"{kernel.name}: {kernel.max_smem} bytes of shared memory, the device has {limit}"
+                    raise DeviceUnavailable(
+                        f"{kernel.name} needs {kernel.max_smem} bytes of shared memory a block, this GPU has {limit}"
                     )
                 attribute = self._driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 self._driver.funcSetAttribute(function.ptr, attribute, kernel.max_smem)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from pathlib import Path
 
 import zmq
 
+from protos.link_address import is_local
 from protos.link_keys import LinkKeys, derive, read_secret
 
 
@@ -14,25 +14,11 @@ class InsecureLink(ValueError):
     """A scheduler address that other machines can listen on, without a secret to tell the right one."""
 
 
-def is_loopback(address: str) -> bool:
-    """True where only this machine can be at the other end: ipc, inproc, or tcp to a loopback address."""
-    transport, _, rest = address.partition("://")
-    if transport in ("ipc", "inproc"):
-        return True
-    host = rest.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return transport == "tcp" and ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: it may resolve to anything
-        return False
-
-
 def link_keys(address: str, secret_file: str | Path | None) -> LinkKeys | None:
     """The keys to connect with, or None for a plain loopback link. Raises InsecureLink, OSError or ValueError."""
     if secret_file is not None:
         return derive(read_secret(secret_file))
-    if not is_loopback(address):
+    if not is_local(address):
         raise InsecureLink(f"{address} is not on this machine: give --link-secret-file, the scheduler's secret")
     return None
 

@@ -37,6 +37,7 @@ from executor_svc.link import Link
 from executor_svc.link_security import link_keys
 from executor_svc.simulate_model import StepTimes, StepTimesError, key, next_tokens, parse_step_times
 from executor_svc.slots import AppliedPlan, SlotLimits, Slots
+from protos.link_address import check_link_address
 from protos.link_keys import LinkKeys
 from protos.step import (
     BAD_PARAMETER,
@@ -295,6 +296,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         options.times = parse_step_times(options.simulate, options.jitter, options.seed)
         options.keys = None
         for scheduler in options.scheduler:
+            check_link_address("--scheduler", scheduler)
             options.keys = link_keys(scheduler, options.link_secret_file)
     except StepTimesError as error:
         parser.error(f"--simulate {error}")

@@ -195,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         waits = patience(args)
         check_free("--listen", args.listen)
-        check_link_address("--executors", args.executors)
+        check_link_address("--executors", args.executors, listens=True)
         if args.admin:
             check_free("--admin", args.admin)
         if args.metrics:

@@ -7,13 +7,12 @@ the port binds to loopback only.
 
 from __future__ import annotations
 
-import ipaddress
 from types import TracebackType
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from protos.link_address import check_link_address
+from protos.link_address import check_link_address, is_local
 from protos.link_keys import derive
 
 ZAP_DOMAIN = "stepwire-executors"
@@ -23,25 +22,9 @@ class InsecureAddress(ValueError):
     """An address that other machines can reach, without a secret: refused before anything is bound."""
 
 
-def is_local(address: str) -> bool:
-    """True where only this machine can reach a ZeroMQ address: ipc, inproc, or tcp on a loopback address."""
-    transport, _, rest = address.partition("://")
-    if transport in ("ipc", "inproc"):
-        return True
-    if transport != "tcp":
-        return False
-    host = rest.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a host name, an interface name or "*"
-        return False
-
-
 def require_secure(address: str, secret: bytes | None) -> None:
     """Raise InsecureAddress unless `address` is local or there is a secret, ValueError where it is none."""
-    check_link_address("--listen", address)
+    check_link_address("--listen", address, listens=True)
     if not secret and not is_local(address):
         raise InsecureAddress(
             f"{address} can be reached from other machines: give --link-secret-file, or listen on tcp://127.0.0.1:PORT"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+
+from protos.link_address import is_loopback
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,4 @@ def _pem(path: Path, kind: bytes) -> bytes:
 
 def is_local(address: str) -> bool:
     """True where only this machine can reach a gRPC address: a Unix socket, or a loopback address."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return address.startswith("unix:") or is_loopback(address.rpartition(":")[0])

@@ -139,7 +139,15 @@ def test_step_times() -> None:
             parse_step_times(text, 0.0, 0)
 
 
-@pytest.mark.parametrize("wrong", [["--simulate", "x"], ["--simulate", "5", "--max-slots", "0"], []])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--simulate", "x"],
+        ["--simulate", "5", "--max-slots", "0"],
+        ["--simulate", "5", "--scheduler", "tcp://127.0.0.1:65537"],
+        [],
+    ],
+)
 def test_wrong_options_are_refused(wrong: list[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse([*wrong, "--scheduler", "tcp://127.0.0.1:1"])

@@ -10,9 +10,9 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protos.link_address import check_link_address
+from protos.link_address import check_link_address, is_local
 from protos.link_keys import LinkKeys, derive
-from scheduler_svc.link_security import InsecureAddress, apply_server, is_local, require_secure
+from scheduler_svc.link_security import InsecureAddress, apply_server, require_secure
 
 SECRET = b"sixteen bytes or more"
 
@@ -122,7 +122,7 @@ def test_other_addresses_do(address: str) -> None:
     "address", ["tcp://127.0.0.1:5600", "tcp://[::1]:0", "tcp://*:*", "ipc:///run/s", "inproc://x"]
 )
 def test_addresses_of_the_link(address: str) -> None:
-    check_link_address("--executors", address)
+    check_link_address("--executors", address, listens=True)
 
 
 @pytest.mark.parametrize(
@@ -131,4 +131,10 @@ def test_addresses_of_the_link(address: str) -> None:
 )
 def test_what_is_no_address_is_refused_by_name(address: str) -> None:
     with pytest.raises(ValueError, match=re.escape(f"--executors {address}: must be tcp://HOST:PORT")):
-        check_link_address("--executors", address)
+        check_link_address("--executors", address, listens=True)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:*", "tcp://127.0.0.1:0"])
+def test_nobody_connects_to_any_free_port(address: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"--scheduler {address}: must be")):
+        check_link_address("--scheduler", address)

@@ -21,6 +21,7 @@ from pathlib import Path
 from protos.link_address import check_link_address
 from scheduler_svc import logs
 from scheduler_svc.child import Child, Watch
+from scheduler_svc.host_port import host_port
 from scheduler_svc.supervisor import Patience, Supervisor
 
 log = logging.getLogger("scheduler_svc")
@@ -80,13 +81,6 @@ def _workers(text: str) -> int:
     return value
 
 
-def _host_port(flag: str, text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{flag} {text}: must be HOST:PORT, with a port of at most 65535")
-    return host.strip("[]"), int(port)
-
-
 def _value(args: argparse.Namespace, flag: str) -> str | bool | None:
     value: str | bool | None = getattr(args, flag.lstrip("-").replace("-", "_"))
     return value
@@ -130,7 +124,7 @@ def check_free(flag: str, address: str) -> None:
     foreign service on it without a word."""
     if address.startswith("unix:"):
         return
-    host, port = _host_port(flag, address)
+    host, port = host_port(flag, address)
     try:
         family, kind, protocol, _, found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -199,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.admin:
             check_free("--admin", args.admin)
         if args.metrics:
-            _host_port("--metrics", args.metrics)
+            host_port("--metrics", args.metrics)
             for index in range(args.api_workers):
                 check_free("--metrics", metrics_address(args, index))
         with run_dir(args.run_dir) as folder:

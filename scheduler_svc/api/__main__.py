@@ -18,6 +18,7 @@ from scheduler_svc.api.security import TlsFiles, is_local
 from scheduler_svc.api.server import MAX_REQUEST_BYTES, ApiServer, ServerConfig
 from scheduler_svc.api.service import ServiceConfig
 from scheduler_svc.api.tenancy import MIN_KEY_CHARS, load_keys
+from scheduler_svc.host_port import host_port
 from scheduler_svc.pulse import beat
 from scheduler_svc.reloaded import Reloaded
 
@@ -82,19 +83,12 @@ def _seconds(text: str) -> float:
     return value
 
 
-def _host_port(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{text!r}: must be HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
 def config_of(args: argparse.Namespace) -> ServerConfig:
     """Raises ValueError for what cannot be served."""
     if not args.front.startswith("ipc://"):
         raise ValueError(f"--front {args.front!r}: must be an ipc:// address")
     if not args.listen.startswith("unix:"):
-        _host_port(args.listen)
+        host_port("--listen", args.listen)
     if (args.tls_cert is None) != (args.tls_key is None):
         raise ValueError("--tls-cert and --tls-key go together")
     if args.tls_client_ca is not None and args.tls_cert is None:
@@ -106,7 +100,7 @@ def config_of(args: argparse.Namespace) -> ServerConfig:
         raise ValueError(f"--api-keys on {args.listen}: keys would travel in plain text; --tls-cert is needed")
     admin_key = _admin_key(args.admin_key_file)
     if args.admin:
-        _host_port(args.admin)
+        host_port("--admin", args.admin)
         if not is_local(args.admin) and not (admin_key and tls is not None):
             raise ValueError(f"--admin {args.admin}: other machines can reach it; --admin-key-file and TLS are needed")
     return ServerConfig(
@@ -174,7 +168,7 @@ async def _serve(config: ServerConfig, metrics_address: str | None, loop: asynci
         gc.collect()
         gc.freeze()  # what is there now stays: no collection has to look at it again
         if metrics_address:
-            server.metrics.serve(*_host_port(metrics_address))
+            server.metrics.serve(*host_port("--metrics", metrics_address))
     except (RuntimeError, OSError) as error:
         log.error("cannot listen", extra={"address": config.listen, "metrics": metrics_address, "reason": str(error)})
         await server.stop()
@@ -203,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logs.configure(args.worker_name, level=args.log_level, format=args.log_format)
     try:
         if args.metrics:
-            _host_port(args.metrics)
+            host_port("--metrics", args.metrics)
         config = config_of(args)
     except ValueError as error:
         parse.error(str(error))

@@ -20,6 +20,7 @@ from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.unanswered import Unanswered
 from scheduler_svc.prefix_hash import extend_hashes
 
+_MOST_FOUND = 64  # caches of which a waiting sequence keeps what it found; among them some that are gone
 _NEVER_LOOKED = (NOTHING, -1)
 
 
@@ -45,6 +46,8 @@ class Residency:
             found = found.still_there()
         if found.count < most and cache.needs_all(found.end, hashes[found.count]):
             found = cache.extend(found, hashes, sequence.tokens(), sequence.salt, most)
+        if len(sequence.found) >= _MOST_FOUND and cache not in sequence.found:
+            sequence.found.clear()
         sequence.found[cache] = found, cache.dropped
         return found.first(most)
 

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from protos import step
-from scheduler_svc.core import planner, remains
+from scheduler_svc.core import planner, remains, residency
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.prefix_cache import NOTHING, PrefixCache
 from scheduler_svc.core.prefix_run import Run
@@ -141,5 +141,24 @@ def test_long_runs_and_tables_are_taken_apart_in_slices(monkeypatch: pytest.Monk
     assert not any(blocks)
     world.executors.clear()
     world.add_executor()
+    world.run_all()
+    assert_reference(worker)
+
+
+def test_who_waits_does_not_remember_every_cache_that_ever_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "_MOST_FOUND", 4)
+    world, worker = simple_world(1, limits=step.Limits(30, 4, 8, 64), good_steps=0)
+    prefix = list(range(1, 41))
+    submit_all(world, worker, [([*prefix, 50 + i], 40, i) for i in range(4)])
+    ((session, executor),) = world.executors.items()
+    found = []
+    for _ in range(20):
+        world.run_round()
+        assert executor.epoch is not None
+        executor.lost = True
+        world.from_executor(session, step.EpochLost(executor.epoch, 1, step.OUT_OF_MEMORY, "planned"))
+        world.run_round()
+        found += [len(sequence.found) for sequence in world.core.fleet.models["m"].queue]
+    assert max(found) == 4
     world.run_all()
     assert_reference(worker)

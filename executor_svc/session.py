@@ -6,7 +6,6 @@ Linger is 0 and the socket never reconnects by itself, so nothing queued for a d
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -81,6 +80,3 @@ class Session:
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=GOODBYE_LINGER_MS if goodbye else 0)
-
-
-SessionFactory = Callable[[], Session]

@@ -112,7 +112,7 @@ class InferenceService(pb_grpc.InferenceServicer):
         response = pb.GenerateResponse()
         async with self._call("Generate", context) as call, self._stream(request, context, call, False) as stream:
             response = await stream.whole(self._lanes)
-            self._count_end(stream, call)
+            self._count_end(stream)
         await call.abort_if_refused(context)
         return response
 
@@ -129,7 +129,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                 finally:
                     stream.writing_since = 0.0
                     self._link.writing -= 1
-            self._count_end(stream, call)
+            self._count_end(stream)
         await call.abort_if_refused(context)
 
     def sweep(self) -> None:
@@ -215,7 +215,7 @@ class InferenceService(pb_grpc.InferenceServicer):
                 status = call.refusal.status.name
             self._metrics.requests.labels(method, status).inc()
 
-    def _count_end(self, stream: Stream, call: _Call) -> None:
+    def _count_end(self, stream: Stream) -> None:
         self._metrics.cached_tokens.inc(stream.usage().cached_tokens)
 
 

@@ -308,7 +308,7 @@ async def test_messages_about_unknown_streams_are_nothing() -> None:
 
 
 @run_async
-async def test_a_failing_stream_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failing_stream_fails_alone() -> None:
     async with rig() as r:
         r.core.auto = False
         bad = asyncio.create_task(r.stream(text_request(request_id="bad")))

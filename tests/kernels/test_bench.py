@@ -8,6 +8,7 @@ import json
 import os
 import re
 import select
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -161,38 +162,48 @@ def test_sanitizers_look_at_every_kernel_of_ours(tmp_path: Path) -> None:
         assert symbol_part in filters
 
 
-def _stage(tmp_path: Path, code: str, **options: Any) -> gpu_check.Stage:
+def _stage(code: str, **options: Any) -> gpu_check.Stage:
     sizes: dict[str, Any] = {"seconds": 60.0, "needs": []} | options
     return gpu_check.Stage("some", command=[sys.executable, "-c", code], **sizes)
 
 
 def test_a_stage_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = gpu_check.run(_stage(tmp_path, "print('one'); print('two')"), 60)
+    good = gpu_check.run(_stage("print('one'); print('two')"), 60)
     assert (good.state, good.status, good.tail) == ("passed", 0, ["one", "two"])
-    bad = gpu_check.run(_stage(tmp_path, "raise SystemExit(3)"), 60)
+    bad = gpu_check.run(_stage("raise SystemExit(3)"), 60)
     assert (bad.state, bad.why) == ("failed", "exit status 3")
     report = tmp_path / "report"
     report.write_text("========= Invalid read\n========= ERROR SUMMARY: 1 error\n")
     monkeypatch.setattr(gpu_check, "find_sanitizer", lambda: "there")
-    found = gpu_check.run(_stage(tmp_path, "raise SystemExit(9)", report=report), 60)
+    found = gpu_check.run(_stage("raise SystemExit(9)", report=report), 60)
     assert (found.state, found.why) == ("failed", "the sanitizer found something; ERROR SUMMARY: 1 error")
 
 
-def test_a_stage_that_runs_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_stage_that_runs_too_long_ends_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "child"
+    os.mkfifo(said)
     code = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "print(child.pid, flush=True)\ntime.sleep(600)"
+        f"open({str(said)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
     )
-    late = gpu_check.run(_stage(tmp_path, code, seconds=2.0), 60)
+    children = []
+    wait = subprocess.Popen.wait
+
+    def over(process: subprocess.Popen[str], timeout: float | None = None) -> int:
+        if timeout is None:
+            return wait(process)
+        children.append(os.pidfd_open(int(said.read_text())))  # its time is over once it has started something
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", over)
+    late = gpu_check.run(_stage(code), 60)
     assert late.state == "timed out"
     assert "STAGE=some" in late.why
-    try:
-        child = os.pidfd_open(int(late.tail[0]))
-    except ProcessLookupError:
-        return
-    assert select.select([child], [], [], 30)[0], "it runs on"
-    os.close(child)
+    assert select.select(children, [], [], 30)[0], "it runs on"
+    os.close(children[0])
 
 
 def test_what_is_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,14 +213,14 @@ def test_what_is_not_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"report": tmp_path / "report"}, 60, "no compute-sanitizer here"),
         ({}, 5, "no time is left for it; alone: make gpu-check STAGE=some"),
     ):
-        outcome = gpu_check.run(_stage(tmp_path, "", **options), left)
+        outcome = gpu_check.run(_stage("", **options), left)
         assert outcome.state == "not run"
         assert outcome.why.startswith(why)
 
 
 def test_every_stage_runs_and_its_state_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Whatever one of them did before."""
-    chosen = [_stage(tmp_path, code) for code in ("raise SystemExit(1)", "")]
+    chosen = [_stage(code) for code in ("raise SystemExit(1)", "")]
     chosen = [dataclasses.replace(stage, name=name) for stage, name in zip(chosen, ("first", "second"), strict=True)]
     monkeypatch.setattr(gpu_check, "stages", lambda out: chosen)
     monkeypatch.setattr(device, "open_device", lambda: SimpleNamespace(description=lambda: "a device"))

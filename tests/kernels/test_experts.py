@@ -22,7 +22,6 @@ from tests.kernels import references
 from tests.kernels.backends import make_device, make_launcher
 from tests.kernels.ptx.errors import PtxError
 from tests.kernels.ptx.launcher import PtxLauncher
-from tests.kernels.ptx.stats import Access, Stats
 from tests.kernels.tiny_models import MIXTRAL, Batch, cpu_model, cuda_model
 
 pytestmark = pytest.mark.nvrtc
@@ -92,7 +91,7 @@ def make_case(
     return Case(ExpertShape(dtype, hidden, intermediate, experts, per_token, normalize), x, router, gate_up, down)
 
 
-def check_tiles(routing: Routing, experts: int) -> None:
+def check_tiles(routing: Routing) -> None:
     """Every pair that is not padding stands once, among its expert's places; no tile is too long."""
     ids, pairs = routing.ids.flatten().tolist(), routing.pairs.tolist()
     tiles = [tile for tile in routing.tiles.tolist() if tile[0] >= 0]
@@ -127,7 +126,7 @@ def test_routing(tokens: int, experts: int, per_token: int, normalize: bool, dty
     weights, ids = references.route(case.x, case.router, per_token, normalize)
     assert torch.equal(routing.ids.long(), ids)
     torch.testing.assert_close(routing.weights.double(), weights, rtol=1e-5, atol=0)
-    check_tiles(routing, experts)
+    check_tiles(routing)
 
 
 @pytest.mark.parametrize("tokens", [3, 70])
@@ -158,7 +157,7 @@ def test_padding_goes_nowhere(tokens: int) -> None:
     assert out[padded].eq(0).all()
     assert torch.equal(out[~padded], alone[~padded])
     assert torch.equal(routing.weights[~padded], all_routing.weights[~padded])
-    check_tiles(routing, 8)
+    check_tiles(routing)
 
 
 def test_padding_alone_reads_nothing() -> None:
@@ -201,7 +200,7 @@ def test_every_specialisation(tokens: int, tile_rows: int, dtype: torch.dtype) -
         case = make_case(tokens, dtype, hidden, intermediate, chosen=chosen)
         out, routing = case.run(make_launcher())
         assert routing.tile_rows == (16 if dtype == F32 else tile_rows)
-        check_tiles(routing, 8)
+        check_tiles(routing)
         assert case.error(out, routing) < TOLERANCE[dtype], (hidden, intermediate, chosen)
 
 
@@ -268,12 +267,6 @@ def test_offsets_of_32_bits_are_found() -> None:
     assert error > 2 * TOLERANCE[BF16]
 
 
-def _matching(stats: Stats, text: str, space: str) -> list[Access]:
-    found = [access for access in stats.accesses.values() if text in access.where and access.space == space]
-    assert found, text
-    return found
-
-
 @pytest.mark.parametrize(("tokens", "tile_rows"), [(12, 16), (48, 64), (150, 128)])
 def test_what_is_read(tokens: int, tile_rows: int) -> None:
     """Matrices of experts that nobody chose: nothing. Of the others: each byte once for every tile of rows, in whole
@@ -296,11 +289,11 @@ def test_what_is_read(tokens: int, tile_rows: int) -> None:
         assert stats.loaded[matrix] == tiles * rows * depth * 2
         assert stats.loaded[1] == pairs * depth * 2 * -(-rows // columns)
         for text, space in (("cp.async.cg", "global"), ("cp.async.cg", "shared"), ("ldmatrix", "shared")):
-            assert all(access.factor == 1.0 for access in _matching(stats, text, space)), (name, text)
+            assert all(access.factor == 1.0 for access in stats.matching(text, space)), (name, text)
     router = launcher.stats["router_logits<bf16>"]
     assert router.loaded[2] == -(-tokens // 16) * experts * hidden * 4
     for stats in (router, launcher.stats["combine_experts<bf16>"]):
-        assert all(a.factor == 1.0 for a in _matching(stats, ".v", "global"))  # vectors of 8 and 16 bytes
+        assert all(a.factor == 1.0 for a in stats.matching(".v", "global"))  # vectors of 8 and 16 bytes
 
 
 IN_FLIGHT = r"before it is written|data race in shared"

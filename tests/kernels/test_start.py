@@ -66,7 +66,7 @@ def test_what_does_not_fit_says_why_in_numbers() -> None:
         _blocks(ROOMY, kv_memory=1000)
 
 
-def test_a_device_that_is_full_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_full_says_so_in_one_line() -> None:
     full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
     with pytest.raises(MemoryError) as caught, room_for("the model's weights"):
         raise full

@@ -11,18 +11,12 @@ from executor_svc.kernels.elementwise import ElementwiseKernels
 from executor_svc.kernels.table import HEAD_DIMS
 from tests.kernels.batches import TOLERANCE, attend, make_batch, max_error
 from tests.kernels.ptx.launcher import PtxLauncher
-from tests.kernels.ptx.stats import SECTOR, Access, Stats
+from tests.kernels.ptx.stats import SECTOR, Stats
 
 pytestmark = pytest.mark.nvrtc
 
 BF16, F32 = torch.bfloat16, torch.float32
 LINE = 32 * 4  # bytes that the banks of shared memory carry in one wavefront
-
-
-def _matching(stats: Stats, text: str, space: str) -> list[Access]:
-    found = [access for access in stats.accesses.values() if text in access.where and access.space == space]
-    assert found, text
-    return found
 
 
 def _assert_least(stats: Stats, products: str) -> None:
@@ -32,9 +26,9 @@ def _assert_least(stats: Stats, products: str) -> None:
     wavefronts for a warp's 512 bytes. Copies read as many sectors as their bytes fill."""
     shared = [access for access in stats.accesses.values() if access.space == "shared"]
     assert not [access for access in shared if access.transfers != access.ideal]
-    wide = _matching(stats, "cp.async.cg", "shared") + _matching(stats, products, "shared")
+    wide = stats.matching("cp.async.cg", "shared") + stats.matching(products, "shared")
     assert not [access for access in wide if access.transfers * LINE != access.bytes]
-    loads = _matching(stats, "cp.async.cg", "global")
+    loads = stats.matching("cp.async.cg", "global")
     assert not [access for access in loads if access.transfers * SECTOR != access.bytes]
 
 
@@ -52,7 +46,7 @@ def test_decode_reads_every_byte_once(head_dim: int, group: int) -> None:
     for parameter in (4, 5):  # key_cache, value_cache
         assert stats.loaded[parameter] == tokens * 2 * head_dim * 2
     _assert_least(stats, "ldmatrix")
-    _matching(stats, "v2.f32", "shared")  # the merge was among them
+    stats.matching("v2.f32", "shared")  # the merge was among them
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -83,7 +77,7 @@ def test_rows_without_padding_would_conflict(head_dim: int, factor: int) -> None
     shape = AttentionShape(BF16, 1, 1, head_dim, 16, head_dim**-0.5)
     launcher = PtxLauncher(check_races=False, collect=True, overrides=overrides)
     attend(launcher, make_batch(shape, [33], [1]))
-    reads = _matching(launcher.stats[f"paged_decode<bf16, {head_dim}>"], "ldmatrix", "shared")
+    reads = launcher.stats[f"paged_decode<bf16, {head_dim}>"].matching("ldmatrix", "shared")
     assert sum(access.transfers for access in reads) == factor * sum(access.ideal for access in reads)
 
 

@@ -36,6 +36,13 @@ class Stats:
         self.accesses: dict[tuple[str, str, str], Access] = {}
         self.loaded: dict[int, int] = {}  # parameter index -> bytes loaded through it
 
+    def matching(self, text: str, space: str) -> list[Access]:
+        """Those in ``space`` whose instruction has ``text`` in it: at least one, else KeyError."""
+        found = [access for access in self.accesses.values() if text in access.where and access.space == space]
+        if not found:
+            raise KeyError(f"no access to {space} memory by {text!r}")
+        return found
+
     def count(self, where: str, space: str, kind: str, addresses: Int64, lanes: Int64, width: int) -> None:
         """``addresses`` [n] of ``width`` bytes each, by ``lanes`` [n], in one instruction."""
         if not len(lanes):

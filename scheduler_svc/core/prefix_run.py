@@ -26,6 +26,8 @@ class Run(msgspec.Struct, eq=False, gc=False):
     def common(self, start: int, tokens: bytes, at: int, most: int, width: int) -> int:
         """How many of its blocks from ``start`` on hold ``tokens`` from byte ``at`` on; at most ``most``."""
         most = min(most, len(self.blocks) - start)
+        if most <= 0 or self.tokens[start * width : (start + 1) * width] != tokens[at : at + width]:
+            return 0  # as most who look again: no need to go through long prompts
         mine = self.tokens[start * width : (start + most) * width]
         theirs = tokens[at : at + most * width]
         if mine == theirs:

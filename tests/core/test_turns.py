@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -106,7 +106,7 @@ def test_the_tail_of_a_run_is_evicted_as_one_whatever_comes_after_it(monkeypatch
     pool.share(cache.extend(NOTHING, hashes, tokens, "", 600).blocks)
     pool.release(held)
     other = pool.allocate(1000)
-    cache.register([b"other"], None, "", os.urandom(4000), other)
+    cache.register([b"other"], None, "", bytes(4000), other)
     pool.release(other)
     pool.allocate(700)
     assert lost == [400, 300]
@@ -162,3 +162,21 @@ def test_who_waits_does_not_remember_every_cache_that_ever_was(monkeypatch: pyte
     assert max(found) == 4
     world.run_all()
     assert_reference(worker)
+
+
+def test_who_looks_again_does_not_go_through_the_whole_prompt() -> None:
+    """It goes on with other tokens from the middle of a long run on, as it did the last time."""
+    read: list[int] = []
+
+    class Tokens(bytes):
+        def __getitem__(self, index: Any) -> Any:
+            read.append(len(super().__getitem__(index)))
+            return super().__getitem__(index)
+
+    _, cache, _, run, hashes, tokens = filled(1000)
+    mine = tokens[:40] + b"\xff" * 3960
+    found = cache.extend(NOTHING, hashes[:10] + [b"mine"] * 990, mine, "", 1000)
+    assert found.count == 10
+    run.tokens = Tokens(run.tokens)
+    assert cache.extend(found, hashes[:10] + [b"mine"] * 990, mine, "", 1000) is found
+    assert sum(read) == 4

@@ -64,11 +64,6 @@ def split_hashes(hashes: bytes) -> list[bytes]:
 
 def block_hashes(fingerprint: str, salt: str, tokens: Int32, block_size: int) -> bytes:
     """The hashes of all full blocks of ``tokens``: 16 bytes each, in order, ``len(tokens) // block_size`` of them."""
-    data = pack_int32(tokens)
-    parent = root_hash(fingerprint, salt, block_size)
-    hashes = []
-    width = 4 * block_size
-    for start in range(0, len(data) - width + 1, width):
-        parent = extend_hash(parent, data[start : start + width])
-        hashes.append(parent)
-    return b"".join(hashes)
+    hashes = [root_hash(fingerprint, salt, block_size)]
+    extend_hashes(hashes, pack_int32(tokens), block_size)
+    return b"".join(hashes[1:])

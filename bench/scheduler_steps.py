@@ -35,7 +35,7 @@ CONTEXT, PROMPT, BUDGET = 2048, 128, 16384
 LIFE, STEADY_LIFE = 100, 1900  # outputs
 LONG_PROMPT, LONG_CONTEXT, LONG_BUDGET = 131072, 139264, 8192
 
-# DESIGN 2 and the targets of this bench.
+# The targets of this bench.
 PLAN_BYTES_A_ROW, RESULT_BYTES_A_ROW, LONGEST_TURN_MS = 6.0, 12.0, 5.0
 AT_LEAST = {("steady", 256): 40.0, ("steady", 1024): 100.0, ("churn", 1024): 30.0}
 

@@ -1,4 +1,4 @@
-"""The executor's end of the core-executor link (DESIGN 2): sessions that come and go under a service that stays.
+"""The executor's end of the core-executor link: sessions that come and go under a service that stays.
 
 ``next_plan`` is the only way in: it hands out plans in the order received and serves everything else on the way
 (welcomes, assets, pings, drain). ``send`` is the only way out. One thread uses it.

@@ -76,5 +76,5 @@ class StepMetadata:
 
     @property
     def is_prompt_step(self) -> bool:
-        """True when the step has prefill rows only (DESIGN: such a step is post-processed at once)."""
+        """True when the step has prefill rows only (such a step is post-processed at once)."""
         return self.num_decode_rows == 0

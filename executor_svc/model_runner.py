@@ -1,4 +1,4 @@
-"""The device side of a step: the forward pass, and the sampling, as two calls (DESIGN 3).
+"""The device side of a step: the forward pass, and the sampling, as two calls.
 
 Between them the worker post-processes the step before. Both run in plan order, which is the order of the device's
 memory: ``last_tokens[slot]`` holds what the latest sampling of that slot wrote, and the next forward reads it there.

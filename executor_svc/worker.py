@@ -1,4 +1,4 @@
-"""The worker's round: one plan in, one result out, in the order that DESIGN 3 draws.
+"""The worker's round: one plan in, one result out, in this order.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Scheduler core <-> executor messages (DESIGN 2): msgspec over ZeroMQ, ROUTER (core) and DEALER (executor).
+"""Scheduler core <-> executor messages: msgspec over ZeroMQ, ROUTER (core) and DEALER (executor).
 
 A session
 ---------
@@ -77,7 +77,7 @@ class Limits(msgspec.Struct, array_like=True, frozen=True):
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Parameters of one sequence, as the executor needs them (DESIGN 6). What only the core or the API worker needs (stop
+# Parameters of one sequence, as the executor needs them. What only the core or the API worker needs (stop
 # strings, max_tokens, ignore_eos) is not here.
 
 

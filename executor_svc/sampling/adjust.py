@@ -1,4 +1,4 @@
-"""What changes rows' logits before the draw, in the contract's order (DESIGN 6), in float32 and in place.
+"""What changes rows' logits before the draw, in the contract's order, in float32 and in place.
 
 One pass over all rows of a step that have rules. What each row touches is laid end to end: the ids of its bias, its
 allowed ids, those that min_tokens masks, and its history (each id once). A row costs what it touches, and one more look

@@ -1,4 +1,4 @@
-"""The draw: exact, and a function of one row alone (DESIGN 6).
+"""The draw: exact, and a function of one row alone.
 
 Each id gets an integer weight, ``round(exp((logit - max) / temperature) * 2**38)``. From there on everything is integer
 arithmetic: no result depends on the order of a sum, on the batch, or on how wide the machine's vectors are. The

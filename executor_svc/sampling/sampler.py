@@ -1,4 +1,4 @@
-"""One token for each row of logits, by the sampling contract (DESIGN 6). A row's result depends on that row alone."""
+"""One token for each row of logits, by the sampling contract. A row's result depends on that row alone."""
 
 from __future__ import annotations
 

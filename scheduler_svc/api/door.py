@@ -31,7 +31,7 @@ MAX_ALTERNATIVES = 20  # of logprobs, a token
 MAX_PROMPT_LOGPROBS = 4_000_000  # tokens of a prompt, times one and the alternatives: what one answer may hold
 MAX_MESSAGES = 4096
 REPETITION_PENALTY = 0.001, 1000.0  # beyond, a logit divided or multiplied by it may leave float32
-GREEDY_BELOW = 1e-5  # DESIGN 6: below this temperature the most likely token is taken
+GREEDY_BELOW = 1e-5  # below this temperature the most likely token is taken
 
 
 def check_form(request: pb.GenerateRequest) -> None:

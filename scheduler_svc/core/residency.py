@@ -7,7 +7,7 @@
                           `--detach (finished, cancelled, failed)--> out
 
 There is one way out of a slot (`_vacate`), so nothing can be released twice. Slots and blocks given up are free at
-once: the plan that gives them out again runs after every plan that used them (DESIGN 2).
+once: the plan that gives them out again runs after every plan that used them.
 """
 
 from __future__ import annotations

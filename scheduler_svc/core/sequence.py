@@ -1,6 +1,6 @@
 """A stream (one request of one API worker) and its sequences (one a choice).
 
-``prompt + outputs`` is all that a sequence is (DESIGN 4): wherever it runs next, it starts from these. While it is in
+``prompt + outputs`` is all that a sequence is: wherever it runs next, it starts from these. While it is in
 a slot, the newest outputs still lie in the slot table (`recent` of slots.py).
 """
 

@@ -1,6 +1,6 @@
 """The slot table of one executor: what a step touches, as numpy columns indexed by slot.
 
-Two counters are kept apart on purpose (DESIGN 5). *Committed* ones move when a result arrives, *planned* ones when a
+Two counters are kept apart on purpose. *Committed* ones move when a result arrives, *planned* ones when a
 plan is made, which may be ``depth`` steps earlier::
 
     length          committed: tokens whose ids are known here (prompt + outputs)

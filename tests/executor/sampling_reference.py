@@ -1,5 +1,5 @@
-"""The sampling contract in plain Python, written from DESIGN 6: probabilities in float64, slow, and nothing shared with
-the sampler."""
+"""The sampling contract in plain Python, written apart from the sampler: probabilities in float64, slow, and nothing shared
+with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom (DESIGN 1), read from the syntax trees: an import inside a function counts, too."""
+"""Who may import whom, read from the syntax trees: an import inside a function counts, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampling contract (DESIGN 6) on the device: the kernels draw, the host reads what they drew a step later.
+"""The sampling contract on the device: the kernels draw, the host reads what they drew a step later.
 
 Tokens are bit for bit those of ``sampling/sampler.py`` for the same logits; logprobs are float32 sums, within 2e-5.
 """

@@ -1,5 +1,5 @@
-"""The sampling contract in plain Python, written apart from the sampler: probabilities in float64, slow, and nothing shared
-with it."""
+"""The sampling contract in plain Python, written apart from the sampler: probabilities in float64, slow, and nothing
+shared with it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ _NONE = np.empty(0, dtype=np.int32)
 _NO_PAIRS = np.empty((0, 2), dtype=np.int32)
 _NO_ROWS = np.empty(0, dtype=np.intp)
 _MOST_LOOKED_AT = 128  # waiting for a prefix, in one plan: what it costs has a bound
-_MOST_ADMITTED = 256  # in one plan: so long is a turn
+_MOST_ADMITTED = 128  # in one plan: a turn is so long
 _MOST_PEAKS = 8  # admissions of one plan for which the peak of KV is worked out (kv_peak.py)
 _LOGPROB_VALUES = 2**18  # of prompt tokens that one plan may ask for: 2 MB of its result
 

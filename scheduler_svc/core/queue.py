@@ -47,16 +47,12 @@ class WaitingQueue:
                     yield sequence
             return
         floor = self.shares.floor
-        lines = {tenant: _in_chunks(line, newest) for tenant, line in self._lines.items()}
-        heads: list[tuple[_Key, str, Sequence, _Key]] = []  # (effective key, tenant, its first, that one's own key)
-
-        def add_next(tenant: str) -> None:
-            entry = next(lines[tenant], None)
-            if entry is not None:
-                heapq.heappush(heads, (self._effective(entry[0], tenant, floor), tenant, entry[1], entry[0]))
-
-        for tenant in lines:
-            add_next(tenant)
+        lines, rest = self._lines.copy(), dict[str, Iterator[Entry]]()
+        heads = [  # (effective key, tenant, its first, that one's own key)
+            (self._effective(line[0][0], tenant, floor), tenant, line[0][1], line[0][0])
+            for tenant, line in lines.items()
+        ]
+        heapq.heapify(heads)
         while heads:
             key, tenant, sequence, own = heads[0]
             now = self._effective(own, tenant, floor)
@@ -65,7 +61,11 @@ class WaitingQueue:
                 continue
             heapq.heappop(heads)
             yield sequence
-            add_next(tenant)
+            if tenant not in rest:
+                rest[tenant] = _in_chunks(lines[tenant], newest, behind=own)
+            entry = next(rest[tenant], None)
+            if entry is not None:
+                heapq.heappush(heads, (self._effective(entry[0], tenant, floor), tenant, entry[1], entry[0]))
 
     def lines(self) -> list[list[Entry]]:
         """Copies, one a tenant, each in order."""
@@ -138,9 +138,9 @@ class WaitingQueue:
         return (key[0], key[1] + self.shares.put_back(tenant, floor), key[2]) if key[0] else key
 
 
-def _in_chunks(line: list[Entry], newest: int) -> Iterator[Entry]:
+def _in_chunks(line: list[Entry], newest: int, behind: _Key | None = None) -> Iterator[Entry]:
     """The entries of a line up to this ticket, some copied at a time: a plan looks at the first few of very many."""
-    start = 0
+    start = 0 if behind is None else bisect.bisect_right(line, behind, key=_key)
     while chunk := line[start : start + _CHUNK]:
         for entry in chunk:
             if entry[1].ticket <= newest:

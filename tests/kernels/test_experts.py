@@ -14,12 +14,12 @@ import torch
 
 from bench.experts import Layer
 from executor_svc.backends.cuda import graphs
-from executor_svc.kernels.build import SOURCE_DIR
 from executor_svc.kernels.experts import ExpertKernels, ExpertShape, Routing
 from executor_svc.kernels.launch import Launcher
 from executor_svc.kernels.table import EXPERT_TILES
 from tests.kernels import references
 from tests.kernels.backends import make_device, make_launcher
+from tests.kernels.planting import IN_FLIGHT, WRONG, Bug, assert_found, plant
 from tests.kernels.ptx.errors import PtxError
 from tests.kernels.ptx.launcher import PtxLauncher
 from tests.kernels.tiny_models import MIXTRAL, Batch, cpu_model, cuda_model
@@ -260,7 +260,7 @@ def test_experts_beyond_31_bits() -> None:
 
 
 def test_offsets_of_32_bits_are_found() -> None:
-    overrides = _plant("expert_products.cu", "(int64_t)tile.expert * 2 * width", "tile.expert * 2 * width")
+    overrides = plant("expert_products.cu", "(int64_t)tile.expert * 2 * width", "tile.expert * 2 * width")
     error = float("inf")
     with contextlib.suppress(PtxError):  # an address that happens to exist gives a wrong result
         error = _far_error(PtxLauncher(check_races=False, overrides=overrides))
@@ -296,20 +296,6 @@ def test_what_is_read(tokens: int, tile_rows: int) -> None:
         assert all(a.factor == 1.0 for a in stats.matching(".v", "global"))  # vectors of 8 and 16 bytes
 
 
-IN_FLIGHT = r"before it is written|data race in shared"
-WRONG = "wrong"  # no check fires: the comparison with float64 fails
-
-
-@dataclass(frozen=True)
-class Bug:
-    what: str
-    file: str
-    text: str
-    replacement: str
-    found: str  # a pattern of the interpreter's message, or WRONG
-    dtype: torch.dtype = BF16
-
-
 BUGS = [
     Bug("a wait one group short", "expert_products.cu", "wait<S::STAGES - 2>", "wait<S::STAGES - 1>", IN_FLIGHT),
     Bug("no barrier before a tile is read", "expert_products.cu", "__syncthreads();  // this", "// this", IN_FLIGHT),
@@ -336,12 +322,6 @@ BUGS = [
 ]  # fmt: skip
 
 
-def _plant(file: str, text: str, replacement: str) -> dict[str, str]:
-    source = (SOURCE_DIR / file).read_text()
-    assert text in source, f"{file} has changed: {text!r} is not there"
-    return {file: source.replace(text, replacement)}
-
-
 def _error(overrides: dict[str, str], dtype: torch.dtype) -> float:
     """Of tokens that go to three of eight experts: full and partial tiles; no size fits a tile."""
     case = make_case(24, dtype, 136, 40, chosen=3)
@@ -355,17 +335,7 @@ def _error(overrides: dict[str, str], dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
 def test_planted_bugs_are_found(bug: Bug) -> None:
-    message, error = "", 0.0
-    try:
-        error = _error(_plant(bug.file, bug.text, bug.replacement), bug.dtype)
-    except PtxError as caught:
-        message = str(caught)
-    if message:
-        assert re.search(bug.found, message), message
-        assert re.search(r"\.cuh?:\d+", message), message  # with its line
-    else:
-        assert WRONG in bug.found
-        assert error > 2 * TOLERANCE[bug.dtype]
+    assert_found(bug, lambda overrides: _error(overrides, bug.dtype), TOLERANCE[bug.dtype])
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32], ids=str)

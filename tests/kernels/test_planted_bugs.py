@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from executor_svc.kernels.attention import AttentionShape
-from executor_svc.kernels.build import SOURCE_DIR
 from executor_svc.kernels.elementwise import ElementwiseKernels
+from tests.kernels import planting
 from tests.kernels.batches import TOLERANCE, attend, make_batch, max_error
+from tests.kernels.planting import IN_FLIGHT, WRONG, assert_found, plant
 from tests.kernels.ptx.errors import PtxError
 from tests.kernels.ptx.launcher import PtxLauncher
 
@@ -19,18 +19,9 @@ pytestmark = pytest.mark.nvrtc
 
 BF16, F32 = torch.bfloat16, torch.float32
 
-IN_FLIGHT = r"before it is written|data race in shared"
-WRONG = "wrong"  # no check fires: the comparison with float64 fails
-
 
 @dataclass(frozen=True)
-class Bug:
-    what: str
-    file: str
-    text: str
-    replacement: str
-    found: str  # a pattern of the interpreter's message, or WRONG
-    dtype: torch.dtype = BF16
+class Bug(planting.Bug):
     prefill: bool = False
     first_block: int = 0
     window: int = 300
@@ -106,12 +97,6 @@ BUGS = [
 ]  # fmt: skip
 
 
-def _plant(bug: Bug) -> dict[str, str]:
-    source = (SOURCE_DIR / bug.file).read_text()
-    assert bug.text in source, f"{bug.file} has changed: {bug.text!r} is not there"
-    return {bug.file: source.replace(bug.text, bug.replacement)}
-
-
 def _attention_error(overrides: dict[str, str], bug: Bug) -> float:
     """A batch in which every part of the kernels works: several tiles, splits, a window, last blocks half full."""
     shape = AttentionShape(bug.dtype, 2, 1, 64, 16, 0.125, bug.window)
@@ -122,17 +107,7 @@ def _attention_error(overrides: dict[str, str], bug: Bug) -> float:
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
 def test_attention(bug: Bug) -> None:
-    message, error = "", 0.0
-    try:
-        error = _attention_error(_plant(bug), bug)
-    except PtxError as caught:
-        message = str(caught)
-    if message:
-        assert re.search(bug.found, message), message
-        assert re.search(r"\.cuh?:\d+", message), message  # with its line
-    else:
-        assert WRONG in bug.found
-        assert error > 2 * TOLERANCE[bug.dtype]
+    assert_found(bug, lambda overrides: _attention_error(overrides, bug), TOLERANCE[bug.dtype])
 
 
 @pytest.mark.parametrize("prefill", [False, True])
@@ -152,8 +127,7 @@ def test_the_same_batch_without_a_bug(dtype: torch.dtype, prefill: bool) -> None
     ],
 )  # fmt: skip
 def test_norm(file: str, text: str, replacement: str, found: str) -> None:
-    overrides = _plant(Bug("", file, text, replacement, found))
-    kernels = ElementwiseKernels(PtxLauncher(overrides=overrides), BF16)
+    kernels = ElementwiseKernels(PtxLauncher(overrides=plant(file, text, replacement)), BF16)
     x = torch.ones(3, 2048, dtype=BF16)
     with pytest.raises(PtxError, match=found):
         kernels.add_rms_norm(torch.empty_like(x), x, x.clone(), x[0].clone(), 1e-5)

@@ -66,6 +66,7 @@ class ExecutorState:
     def start_epoch(self, epoch: Epoch) -> None:
         if self.epochs:
             self.cache.close()
+            self.step_age.epoch_over()
         self.epoch = epoch
         self.epochs += 1
         self.seq = 0  # of the newest plan

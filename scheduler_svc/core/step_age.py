@@ -70,6 +70,10 @@ class StepAge:
         if self._unproven:
             self._prove()
 
+    def epoch_over(self) -> None:
+        """What was admitted goes on elsewhere, or is admitted again: what it does there proves nothing here."""
+        self._unproven.clear()
+
     def allowed(self, record: PlanRecord) -> float:
         """Seconds."""
         config = self._config

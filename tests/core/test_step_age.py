@@ -87,3 +87,15 @@ def test_a_sequence_that_left_keeps_nothing_cold() -> None:
     row.executor = None
     age.answered(step(8), 0.05)
     assert age.allowed(step(8)) < 5.0
+
+
+def test_tokens_made_elsewhere_after_a_lost_epoch_prove_nothing_here() -> None:
+    age = StepAge(CONFIG)
+    warm(age)
+    row = Row(top_k=5)
+    admit(age, row)
+    age.epoch_over()
+    row.num_outputs = 20  # on another executor
+    age.answered(step(8), 0.05)
+    admit(age, Row(top_k=5))
+    assert age.allowed(step(8)) > 30.0

@@ -215,11 +215,11 @@ class Planner:
             if alone is None and sequence.deaths and self._suspects.must_run_alone(sequence):
                 executor.isolated = sequence
                 sequence.waits_for = "an executor to itself"
-                if draft.prefill or len(draft.decode) or executor.inflight:
+                if _moves(executor, draft):
                     return  # nothing more is planned until these are answered
                 alone = sequence
             hits = self._residency.lookup(executor, sequence)
-            if filling and alone is None and self._awaits_prefix(executor, sequence, hits.count, now):
+            if filling and alone is None and self._awaits_prefix(executor, sequence, hits.count, draft, now):
                 for_prefix += 1
                 if for_prefix == _MOST_LOOKED_AT:
                     return  # who computes what they wait for is at work here
@@ -244,9 +244,10 @@ class Planner:
             if alone is not None:
                 return
 
-    def _awaits_prefix(self, executor: ExecutorState, sequence: Sequence, hits: int, now: float) -> bool:
-        """Another sequence computes right now what this one misses: wait for that, but not for ever."""
-        if self._residency.being_filled(executor, sequence, hits) is None:
+    def _awaits_prefix(self, executor: ExecutorState, sequence: Sequence, hits: int, draft: Draft, now: float) -> bool:
+        """Another sequence computes right now what this one misses: wait for that while anything moves here, but not
+        for ever."""
+        if self._residency.being_filled(executor, sequence, hits) is None or not _moves(executor, draft):
             return False
         if sequence.prefix_wait_until == 0.0:
             sequence.prefix_wait_until = now + self._config.prefix_wait
@@ -284,7 +285,7 @@ class Planner:
             else:
                 candidates = self._idle(executor, draft, runnable)
             victim = policy.victim(executor, candidates, runnable, forced=alone)
-            if victim is None and not (alone or draft.prefill or len(draft.decode) or executor.inflight):
+            if victim is None and not (alone or _moves(executor, draft)):
                 # Nothing moves here: who may not run gives way even without a token since its last preemption.
                 victim = policy.victim(executor, candidates, runnable, forced=True)
             if victim is None:
@@ -297,7 +298,7 @@ class Planner:
         worker that is only behind will, so they keep their slots while anything moves here."""
         table = executor.table
         runnable = (table.planned_length < table.bound) | (table.phase == PREFILL)
-        moves = bool(len(draft.decode) or draft.prefill or executor.inflight)
+        moves = _moves(executor, draft)
         for index, left in draft.credit.items():
             if left.again <= 0 and not (moves and left.first > 0 and not self._workers.stands_still(index, now)):
                 runnable &= table.worker != index
@@ -390,6 +391,11 @@ class Planner:
             sampling = np.concatenate([draft.decode, np.array(draft.sampled, dtype=np.intp)])
         executor.inflight.append(make_record(plan, sampling, table.generation, draft.prefill, now))
         return plan
+
+
+def _moves(executor: ExecutorState, draft: Draft) -> bool:
+    """Something runs here, in this plan or in one that is unanswered."""
+    return bool(draft.prefill or len(draft.decode) or executor.inflight)
 
 
 def _admission(executor: ExecutorState, slot: int, sequence: Sequence) -> Admission:

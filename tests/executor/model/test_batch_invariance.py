@@ -81,6 +81,7 @@ def test_a_row_with_broken_cache_harms_only_itself(tiny: Path, load: Any, attent
     assert torch.equal(logits[1], expected)
 
 
+@pytest.mark.timeout(400)  # half a minute alone, more than two beside other work
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_row_schemes_of_the_real_shapes_hold_for_every_row_count(weights: str) -> None:
     """torch's products, split as probed: every M in 1..511 gives the bits of the whole, with 1 and 2 threads."""
@@ -118,11 +119,11 @@ def test_compiled_products_do_not_depend_on_rows_or_register_tiles() -> None:
     from executor_svc.backends.cpu.native.gemm import TILES_AVX2, TILES_AVX512, make_block, pack_panels
 
     def entry(tiles: dict[int, int]) -> Any:
-        block = make_block("float16", False, tiles)
+        block = make_block("float16", tiles)
 
         @numba.njit(nogil=True)
         def product(rows, panels, x, k, w, y):  # type: ignore[no-untyped-def]
-            block(rows, panels, x, 4 * k, w, 32, 32 * k, k, y, 64 * panels, 0)
+            block(rows, panels, x, 4 * k, w, 32 * k, k, y, 64 * panels)
 
         return product
 

@@ -176,16 +176,20 @@ class Core:
         self._unfinished = None
         self._work_left = _WORK_A_TURN
         fleet = list(self.fleet.sessions.values())
-        parts = [self._plan_open, self._plan_idle]
-        for part in reversed(parts) if self._idle_first else parts:
-            part(fleet, now)
+        if self._idle_first:
+            self._plan_idle(fleet, now)
+            self._plan_open(fleet, now)
+        else:
+            self._plan_open(fleet, now)
+            self._plan_idle(fleet, now)
         self._idle_first = self._unfinished is not None and not self._idle_first
         if self.fleet_changed:
             self.fleet_changed = False
             models = self.fleet.describe()
             for peer in self.workers.by_peer:
                 self.outbox.to_worker(peer, models)
-        self.fleet.remains.take_apart()
+        if self.fleet.remains:
+            self.fleet.remains.take_apart()
 
     @property
     def has_more_to_plan(self) -> bool:
@@ -204,6 +208,8 @@ class Core:
 
     def _plan_idle(self, fleet: list[ExecutorState], now: float) -> None:
         models, could = list(self.fleet.models.values()), self._work_left > 0
+        if not any(entry.idle for entry in models):
+            return
         for entry in models[self._first_model :] + models[: self._first_model]:
             if entry.idle and len(entry.queue):
                 self._wake_idle(entry, fleet, now)
@@ -218,7 +224,7 @@ class Core:
         if self._work_left <= 0:
             self._unfinished = now
             return False
-        able = executor.status in (ExecutorStatus.READY, ExecutorStatus.DRAINING)
+        able = executor.status is ExecutorStatus.READY or executor.status is ExecutorStatus.DRAINING
         plan = self.planner.plan(executor, fleet, now) if able else None
         if plan is None:
             self.fleet.found_nothing(executor)

@@ -164,8 +164,11 @@ class Fleet:
         self.open[executor.session] = executor
 
     def _close(self, executor: ExecutorState) -> None:
-        for group in (self.open, executor.model.idle, executor.model.wanted):
-            group.pop(executor.session, None)
+        self.open.pop(executor.session, None)
+        model = executor.model
+        if model.idle:
+            model.idle.pop(executor.session, None)
+            model.wanted.pop(executor.session, None)  # one of the idle
 
     # -- reputation --------------------------------------------------------------------------------------------------
 

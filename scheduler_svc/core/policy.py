@@ -66,7 +66,8 @@ def within_credit(
     left: dict[int, Room] = {}
     unanswered = workers.unanswered
     # No plan samples more rows than there are slots. All rows in flight first: that asks nobody whose they are.
-    tight = [w for w in workers.by_peer.values() if _is_tight(w, unanswered.rows, len(rows), executor.table.max_slots)]
+    again, first = unanswered.rows + len(rows), unanswered.rows + executor.table.max_slots
+    tight = [w for w in workers.by_peer.values() if w.room <= again or w.room_for_first <= first]
     if tight:
         tight = [w for w in tight if _is_tight(w, unanswered.of(w.index), len(rows), executor.table.max_slots)]
     if not tight:

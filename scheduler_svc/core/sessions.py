@@ -122,7 +122,7 @@ class Sessions:
             return
         assert record is not None  # else it diverged
         core.fleet.answered(executor, record)
-        prompt_tokens = sum([count for _, _, count in record.prefill])
+        prompt_tokens = sum([count for _, _, count in record.prefill]) if record.prefill else 0
         executor.pace.observe(record.tokens - prompt_tokens, prompt_tokens, result.round_us)
 
     def lose_epoch(self, executor: ExecutorState, code: int, detail: str, seq: int, now: float) -> None:

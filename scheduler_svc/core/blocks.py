@@ -212,16 +212,18 @@ class BlockPool:
         blocks: list[int] = []
         while len(blocks) < count:
             link = self._first
-            waiting, missing = self._waiting[link], count - len(blocks)
-            blocks += waiting[: -missing - 1 : -1]
-            if len(waiting) <= missing:
+            gone, missing = self._waiting[link], count - len(blocks)
+            if len(gone) <= missing:
                 self._drop(link)
             else:
+                waiting, gone = gone, gone[-missing:]
                 del waiting[-missing:]
-        for block in blocks:
-            refs[block] = 1
+            self.on_evict(gone)
+            for block in gone:
+                refs[block] = 1
+            gone.reverse()
+            blocks += gone
         self.cached -= count
-        self.on_evict(blocks)
         return blocks
 
 

@@ -178,23 +178,23 @@ class PrefixCache:
         return at
 
     def _evicted(self, blocks: list[int]) -> None:
-        """The pool took these, the last block of each run first."""
-        found_in, at = self._pool.found_in, 0
-        while at < len(blocks):
-            run = found_in[blocks[at]]
+        """The pool took these, neighbours in the order in which a sequence held them."""
+        found_in, end = self._pool.found_in, len(blocks)
+        while end:
+            run = found_in[blocks[end - 1]]
             assert isinstance(run, Run)
-            taken = blocks[at : at + len(run.blocks)]
-            if taken[::-1] != run.blocks[-len(taken) :]:  # its others are somewhere else in the order
-                pairs = enumerate(zip(taken, reversed(run.blocks), strict=False))
-                taken = taken[: next(i for i, (gone, last) in pairs if gone != last)]
-                if not taken:
-                    raise RuntimeError(f"block {blocks[at]} was evicted before those behind it")
-            for block in taken:
-                found_in[block] = None
-            run.lose(len(taken), self._width)
+            have, count = run.blocks, end
+            if end < len(blocks) or blocks != have:  # not just a whole run: as much of its end as is here
+                count = next((i for i, block in enumerate(reversed(have)) if i == end or blocks[end - 1 - i] != block),
+                             len(have))  # fmt: skip
+                if count == 0:
+                    raise RuntimeError(f"block {blocks[end - 1]} was evicted before those behind it")
+            for i in range(end - count, end):
+                found_in[blocks[i]] = None
+            run.lose(count, self._width)
             if not run.blocks:
                 del self.by_hash[run.digest]
-            at += len(taken)
+            end -= count
         self.blocks -= len(blocks)
         self.dropped += len(blocks)
 

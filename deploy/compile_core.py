@@ -26,6 +26,10 @@ COMPILED = (
 )  # fmt: skip
 
 
+def has_compiler() -> bool:
+    return any(map(shutil.which, ("cc", "gcc", "clang")))
+
+
 def compile_core(target: Path) -> None:
     """Raises CalledProcessError if mypyc or the C compiler fails; what they said is on stderr."""
     new = target.with_name(target.name + ".new")
@@ -48,7 +52,7 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m deploy.compile_core FOLDER", file=sys.stderr)
         return 2
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if not has_compiler():
         print("error: a C compiler is needed (cc, gcc or clang), and Python's headers", file=sys.stderr)
         return 1
     try:

@@ -183,12 +183,14 @@ class PrefixCache:
         while end:
             run = found_in[blocks[end - 1]]
             assert isinstance(run, Run)
-            have, count = run.blocks, end
-            if end < len(blocks) or blocks != have:  # not just a whole run: as much of its end as is here
-                count = next((i for i, block in enumerate(reversed(have)) if i == end or blocks[end - 1 - i] != block),
-                             len(have))  # fmt: skip
-                if count == 0:
-                    raise RuntimeError(f"block {blocks[end - 1]} was evicted before those behind it")
+            have, count = run.blocks, 0
+            if blocks == have:
+                count = end  # a whole run, as most are
+            else:
+                while count < min(end, len(have)) and blocks[end - 1 - count] == have[-1 - count]:
+                    count += 1
+            if count == 0:
+                raise RuntimeError(f"block {blocks[end - 1]} was evicted before those behind it")
             for i in range(end - count, end):
                 found_in[blocks[i]] = None
             run.lose(count, self._width)

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from deploy.compile_core import COMPILED, ROOT, compile_core
+from deploy.compile_core import COMPILED, ROOT, compile_core, has_compiler
 from tests.core.test_replay import recorded
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="no C compiler"),
+    pytest.mark.skipif(not has_compiler(), reason="no C compiler"),
 ]
 
 

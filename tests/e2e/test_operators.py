@@ -11,7 +11,7 @@ import pytest
 from protos.stepwire.v1 import admin_pb2, admin_pb2_grpc
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire import Client, RequestError
-from tests.e2e.harness import Cluster, free_port
+from tests.e2e.harness import Cluster, HealthWatch, free_port
 from tests.e2e.process import TIMEOUT, bounded
 from tests.e2e.streams import GREEDY, request
 
@@ -27,13 +27,12 @@ def test_keys_limits_and_operators(restartable: Cluster, tmp_path: Path) -> None
         "--api-keys", str(tmp_path / "keys"), "--tenant-limits", str(tmp_path / "limits"),
         "--admin", admin, "--admin-key-file", str(tmp_path / "admin"),
     )  # fmt: skip
+    with HealthWatch(restartable.address) as health:
+        health.wait_for("SERVING")  # the only API worker has the core, and the core the executor
     key = {"metadata": (("authorization", f"Bearer {ADMIN}"),), "timeout": 20}
     acme = {"metadata": (("authorization", f"Bearer {KEY}"),), "timeout": 60}
     with grpc.insecure_channel(admin) as admin_channel, grpc.insecure_channel(restartable.address) as channel:
         operators, stub = admin_pb2_grpc.AdminStub(admin_channel), pb_grpc.InferenceStub(channel)
-        for _ in bounded(TIMEOUT, "the executor did not come back"):
-            if operators.ListExecutors(admin_pb2.ListExecutorsRequest(), **key).executors:
-                break
         with pytest.raises(grpc.RpcError) as failure:
             stub.Generate(request([5, 6], 1), timeout=20)
         assert failure.value.code() == grpc.StatusCode.UNAUTHENTICATED

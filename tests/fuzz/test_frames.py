@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import zmq
 
-from protos import front, step
+from protos import step
 from protos.wire import MAX_FRAME_BYTES
-from scheduler_svc.core.config import CoreConfig
-from scheduler_svc.core.core import Core
-from scheduler_svc.core.invariants import check_all
-from scheduler_svc.core.loop import Shell, steady_clock
+from tests.e2e.process import Process
+from tests.e2e.status import StatusClient
 from tests.fuzz.frames import hostile_hello, load, mutated
 
 SEED = 20260731
 _encode = msgspec.msgpack.Encoder().encode
-_from_core = msgspec.msgpack.Decoder(front.ToWorker).decode
 
 
 class Service:
-    """The core behind its real sockets, in a thread."""
+    """The core as a process of its own, whose memory is nobody else's."""
 
     def __init__(self, folder: Path) -> None:
-        clock = steady_clock()
-        self.core = Core(CoreConfig(startup_grace=0.0, wait_for_executor=0.2), clock())
         self.front = f"ipc://{folder}/front"
-        self.shell = Shell(self.core, "tcp://127.0.0.1:0", self.front, None, None)
+        args = ["-m", "scheduler_svc.core", "--listen", "tcp://127.0.0.1:0", "--front", self.front]
+        self._process = Process(
+            "core", [*args, "--startup-grace", "0", "--wait-for-executor", "0.2"], folder / "core.log"
+        )
+        self.executors = self._process.wait_log(r"executors=(tcp://\S+)").group(1)
         self.context = zmq.Context()
-        self._thread = threading.Thread(target=self.shell.run, args=(clock,))
-        self._thread.start()
-        self._ticket = 0
+        self._status = StatusClient(self.front)
 
     def dealer(self, address: str) -> zmq.Socket[bytes]:
         dealer = self.context.socket(zmq.DEALER)
@@ -46,27 +43,26 @@ class Service:
         dealer.connect(address)
         return dealer
 
-    def status(self, check: bool = True) -> dict[str, object]:
+    def status(self, check: bool = True) -> dict[str, Any]:
         """Asked over the workers' socket: a service that answers is one that goes on."""
-        assert self._thread.is_alive(), "the core's thread died"
-        asking = self.dealer(self.front)
-        try:
-            self._ticket += 1
-            asking.send(_encode(front.GetStatus(self._ticket, "", check)))
-            assert asking.poll(20_000), "no answer"
-            body = _from_core(asking.recv()).body  # type: ignore[union-attr]
-        finally:
-            asking.close(linger=0)
+        body = self._status.get(check_invariants=check)
+        assert self._process.alive
         assert body.get("problems", []) == []
         return body
 
+    def resident(self) -> int:
+        """Bytes of memory."""
+        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * 4096
+
     def close(self) -> None:
-        self.shell.stop()
-        self._thread.join(20)
-        assert not self._thread.is_alive()
-        assert not check_all(self.core)
-        self.shell.close()
-        self.context.destroy(linger=0)
+        try:
+            self.status()
+        finally:
+            self._status.close()
+            self._process.stop()
+            self.context.destroy(linger=0)
+        assert self._process.popen.returncode == 0
+        assert "Traceback" not in self._process.text()
 
 
 @pytest.fixture
@@ -74,11 +70,6 @@ def service(tmp_path: Path) -> Iterator[Service]:
     made = Service(tmp_path)
     yield made
     made.close()
-
-
-def resident() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
 
 
 def hurl(service: Service, address: str, frames: list[bytes], rng: random.Random) -> None:
@@ -94,7 +85,7 @@ def hurl(service: Service, address: str, frames: list[bytes], rng: random.Random
     dealer.close()
 
 
-def until_gone(service: Service) -> dict[str, object]:
+def until_gone(service: Service) -> dict[str, Any]:
     """What the connections left behind goes with them."""
     deadline = time.monotonic() + 20
     while (status := service.status(check=False))["executors"] or status["workers"]:
@@ -106,16 +97,16 @@ def until_gone(service: Service) -> dict[str, object]:
 def test_random_frames(service: Service, kind: str) -> None:
     rng = random.Random(SEED)
     corpus = load(kind)
-    address = service.shell.listening if kind == "step" else service.front
+    address = service.executors if kind == "step" else service.front
     hurl(service, address, corpus, rng)
     service.status()
-    before = resident()
+    before = service.resident()
     for _ in range(3):
         hurl(service, address, [mutated(rng, corpus) for _ in range(700)], rng)
         service.status()
     status = until_gone(service)
-    assert status["counters"]["malformed"] > 500  # type: ignore[index]
-    assert resident() - before < 64 * 2**20
+    assert status["counters"]["malformed"] > 500
+    assert service.resident() - before < 64 * 2**20
 
 
 @pytest.mark.slow
@@ -124,7 +115,7 @@ def test_random_frames(service: Service, kind: str) -> None:
 def test_many_random_frames(service: Service, kind: str, seed: int) -> None:
     rng = random.Random(seed)
     corpus = load(kind)
-    address = service.shell.listening if kind == "step" else service.front
+    address = service.executors if kind == "step" else service.front
     for _ in range(10):
         hurl(service, address, [mutated(rng, corpus) for _ in range(1000)], rng)
         service.status()
@@ -132,8 +123,8 @@ def test_many_random_frames(service: Service, kind: str, seed: int) -> None:
 
 
 def test_frames_that_are_too_large_end_their_connection(service: Service) -> None:
-    good = service.dealer(service.shell.listening)
-    bad = service.dealer(service.shell.listening)
+    good = service.dealer(service.executors)
+    bad = service.dealer(service.executors)
     bad.setsockopt(zmq.RECONNECT_IVL, -1)
     ended = bad.get_monitor_socket(zmq.EVENT_DISCONNECTED)
     bad.send(bytes(MAX_FRAME_BYTES + 1))
@@ -146,11 +137,11 @@ def test_frames_that_are_too_large_end_their_connection(service: Service) -> Non
     message = msgspec.msgpack.decode(good.recv(), type=step.ToExecutor)
     assert isinstance(message, step.Welcome)
     good.close()
-    assert until_gone(service)["counters"]["disconnects"] >= 1  # type: ignore[index]
+    assert until_gone(service)["counters"]["disconnects"] >= 1
 
 
 def test_bytes_that_are_not_zeromq(service: Service) -> None:
-    host, port = service.shell.listening.removeprefix("tcp://").split(":")
+    host, port = service.executors.removeprefix("tcp://").split(":")
     rng = random.Random(SEED)
     for size in (1, 10, 64, 1000, 100_000):
         with socket.create_connection((host, int(port)), timeout=10) as raw:
@@ -159,7 +150,7 @@ def test_bytes_that_are_not_zeromq(service: Service) -> None:
 
 
 def test_a_hello_of_another_version_is_refused(service: Service) -> None:
-    dealer = service.dealer(service.shell.listening)
+    dealer = service.dealer(service.executors)
     dealer.send(_encode(hostile_hello(versions=(7, 8))))
     assert dealer.poll(20_000)
     message = msgspec.msgpack.decode(dealer.recv(), type=step.ToExecutor)
@@ -169,15 +160,15 @@ def test_a_hello_of_another_version_is_refused(service: Service) -> None:
 
 
 def test_the_largest_hello_sizes_nothing(service: Service) -> None:
-    before = resident()
-    dealers = [service.dealer(service.shell.listening) for _ in range(8)]
+    before = service.resident()
+    dealers = [service.dealer(service.executors) for _ in range(8)]
     largest = step.Limits(2**26, 1024, 65536, 2**20, 64)
     for i, dealer in enumerate(dealers):
         dealer.send(_encode(hostile_hello(f"h{i}", instance=i, limits=largest)))
     for dealer in dealers:
         assert dealer.poll(20_000)
-    assert len(service.status(check=False)["executors"]) == 8  # type: ignore[arg-type]
-    grown = resident() - before
+    assert len(service.status(check=False)["executors"]) == 8
+    grown = service.resident() - before
     assert grown < 512 * 2**20, f"{grown / 2**20:.0f} MiB"
     for dealer in dealers:
         dealer.close()

@@ -112,6 +112,8 @@ def name_of(pid: int) -> str:
 
 
 def gone(pid: int) -> bool:
+    """It ended, and with the last of its threads all that it held: ports, locks, files that were unlinked."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        return state == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
     return True

@@ -180,11 +180,7 @@ class taken_port:
                 if gone(core):
                     break
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # The last of its threads may hold the port for a moment longer than the process is seen.
-            for _ in bounded(TIMEOUT, "the core's port does not come free"):
-                with contextlib.suppress(OSError):
-                    self._socket.bind((host, int(port)))
-                    break
+            self._socket.bind((host, int(port)))
             self._socket.listen()
         finally:
             os.kill(cluster.scheduler.pid, signal.SIGCONT)

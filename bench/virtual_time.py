@@ -189,7 +189,7 @@ class Simulation:
         started = time.process_time()
         source = trace(options.requests, options.rate, options.seed, options.long_prompts, options.burst)
         following = next(source, None)
-        while following is not None or self.events or core.streams.by_key:
+        while following is not None or self.events or core.streams.by_request:
             times_ahead = [self.events[0][0]] if self.events else []
             if following is not None:
                 times_ahead.append(following.at)

@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("protos", "scheduler_svc")
 # What runs for every step, request or sequence. msgspec's structures are not for mypyc: their modules stay as they are.
 COMPILED = (
-    "blocks", "commit", "door", "executor", "fairness", "fleet", "front_desk", "models", "outbox", "pace", "passing",
-    "pipeline", "planner", "policy", "prefix_cache", "prefix_homes", "queue", "residency", "routing", "sequence",
-    "sessions", "slots", "step_age", "streams", "suspects", "unanswered", "workers",
+    "blocks", "commit", "core", "door", "executor", "fairness", "fleet", "front_desk", "models", "outbox", "pace",
+    "passing", "pipeline", "planner", "policy", "prefix_cache", "prefix_homes", "queue", "recording", "residency",
+    "routing", "sequence", "sessions", "slots", "step_age", "streams", "suspects", "tenants", "unanswered", "workers",
 )  # fmt: skip
 
 

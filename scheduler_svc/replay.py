@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 
 from protos import front, step
-from scheduler_svc.core import recording
+from scheduler_svc.core import record_file
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.invariants import check_all
 from scheduler_svc.core.outbox import EXECUTOR
-from scheduler_svc.core.recording import Entry, Header, RecordError
-from scheduler_svc.core.tenants import LimitsFile
+from scheduler_svc.core.record_file import Entry, Header, RecordError
+from scheduler_svc.core.tenant_limits import LimitsFile
 
 _to_core_front = msgspec.msgpack.Decoder(front.ToCore).decode
 _limits = msgspec.msgpack.Decoder(LimitsFile).decode
@@ -50,15 +50,15 @@ def replay(
     counts: Counter[str] = Counter()
     for number, entry in enumerate(entries, 1):
         counts[entry.kind] += 1
-        if entry.kind == recording.OUT:
+        if entry.kind == record_file.OUT:
             items = core.take_outbox()
             said = iter(
-                (recording.TO_EXECUTOR if to.kind == EXECUTOR else recording.TO_WORKER, to.peer, _encode(message))
+                (record_file.TO_EXECUTOR if to.kind == EXECUTOR else record_file.TO_WORKER, to.peer, _encode(message))
                 for to, message in items
             )
             if len(items) != int(entry.peer):
                 return core, counts, Difference(number, f"{int(entry.peer)} messages", f"{len(items)} messages")
-        elif entry.kind in (recording.TO_EXECUTOR, recording.TO_WORKER):
+        elif entry.kind in (record_file.TO_EXECUTOR, record_file.TO_WORKER):
             kind, peer, data = next(said)
             if (kind, peer, data) != (entry.kind, entry.peer, entry.data):
                 return core, counts, Difference(number, _shown(entry.kind, entry.data), _shown(kind, data))
@@ -71,25 +71,25 @@ def replay(
 
 def _call(core: Core, entry: Entry) -> None:
     match entry.kind:
-        case recording.FROM_WORKER:
+        case record_file.FROM_WORKER:
             core.on_front(entry.peer, _to_core_front(entry.data), entry.now)
-        case recording.FROM_EXECUTOR:
+        case record_file.FROM_EXECUTOR:
             core.on_executor(entry.peer, _to_core_step(entry.data), entry.now)
-        case recording.SESSION_GONE:
+        case record_file.SESSION_GONE:
             core.on_session_gone(entry.peer, entry.now)
-        case recording.WORKER_GONE:
+        case record_file.WORKER_GONE:
             core.on_worker_gone(entry.peer, entry.now)
-        case recording.DISCONNECT:
+        case record_file.DISCONNECT:
             core.on_disconnect(entry.peer.decode(), entry.now)
-        case recording.STALL:
+        case record_file.STALL:
             core.on_stall(entry.now)
-        case recording.LIMITS:
+        case record_file.LIMITS:
             core.on_limits(_limits(entry.data))
-        case recording.MALFORMED:
+        case record_file.MALFORMED:
             core.on_malformed()
-        case recording.TICK:
+        case record_file.TICK:
             core.on_tick(entry.now)
-        case recording.ADVANCE:
+        case record_file.ADVANCE:
             core.advance(entry.now)
         case _:
             raise RecordError(f"an entry of unknown kind {entry.kind!r}")
@@ -97,7 +97,7 @@ def _call(core: Core, entry: Entry) -> None:
 
 def _shown(kind: str, data: bytes) -> str:
     try:
-        message = _to_executor(data) if kind == recording.TO_EXECUTOR else _to_worker(data)
+        message = _to_executor(data) if kind == record_file.TO_EXECUTOR else _to_worker(data)
     except msgspec.DecodeError:
         return f"{len(data)} bytes that are no message"
     text = repr(message)
@@ -116,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     try:
-        header, entries = recording.read(options.file)
+        header, entries = record_file.read(options.file)
         if options.executor:
             from scheduler_svc.replay_executor import rerun
 
@@ -128,9 +128,9 @@ def main(arguments: list[str] | None = None) -> int:
     if difference is not None:
         print(f"entry {difference.at} differs\n  recorded: {difference.expected}\n  now:      {difference.got}")
         return 1
-    told = sum(counts[kind] for kind in (recording.FROM_WORKER, recording.FROM_EXECUTOR))
-    said = counts[recording.TO_WORKER] + counts[recording.TO_EXECUTOR]
-    print(f"the same: {told} messages to the core, {said} from it, {counts[recording.ADVANCE]} turns")
+    told = sum(counts[kind] for kind in (record_file.FROM_WORKER, record_file.FROM_EXECUTOR))
+    said = counts[record_file.TO_WORKER] + counts[record_file.TO_EXECUTOR]
+    print(f"the same: {told} messages to the core, {said} from it, {counts[record_file.ADVANCE]} turns")
     return 0
 
 

@@ -14,8 +14,8 @@ import zmq
 
 from protos import step
 from protos.wire import Epoch, unpack_int32
-from scheduler_svc.core import recording
-from scheduler_svc.core.recording import Entry
+from scheduler_svc.core import record_file
+from scheduler_svc.core.record_file import Entry
 
 _to_core = msgspec.msgpack.Decoder(step.ToCore).decode
 _to_executor = msgspec.msgpack.Decoder(step.ToExecutor).decode
@@ -39,13 +39,13 @@ def sessions_of(entries: Iterable[Entry]) -> dict[str, Recorded]:
     found: dict[str, Recorded] = defaultdict(Recorded)
     for entry in entries:
         session = entry.peer.hex()
-        if entry.kind == recording.FROM_EXECUTOR:
+        if entry.kind == record_file.FROM_EXECUTOR:
             answer = _to_core(entry.data)
             if isinstance(answer, step.Hello):
                 found[session].hello = answer
             elif isinstance(answer, step.StepResult):
                 found[session].results.setdefault((answer.epoch, answer.seq), answer)
-        elif entry.kind == recording.TO_EXECUTOR:
+        elif entry.kind == record_file.TO_EXECUTOR:
             message = _to_executor(entry.data)
             if isinstance(message, step.Welcome | step.StepPlan):
                 found[session].sent.append(message)

@@ -18,7 +18,7 @@ from scheduler_svc.core.crash_ledger import LedgerFile
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.loop import Shell, make_ipc_directory, steady_clock
 from scheduler_svc.core.recording import RecordingCore
-from scheduler_svc.core.tenants import NO_LIMITS, load_limits
+from scheduler_svc.core.tenant_limits import NO_LIMITS, load_limits
 from scheduler_svc.reloaded import Reloaded
 from scheduler_svc.standby import wait_for_turn
 
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
         "--tenant-limits",
         type=Path,
         metavar="FILE",
-        help="JSON: limits by tenant (tenants.py); read again when it changes",
+        help="JSON: limits by tenant (tenant_limits.py); read again when it changes",
     )
     result.add_argument("--no-prefix-cache", action="store_true", help="neither look up nor keep prefixes")
     result.add_argument(

@@ -34,7 +34,8 @@ from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.sessions import Sessions
 from scheduler_svc.core.streams import Streams
 from scheduler_svc.core.suspects import Suspects
-from scheduler_svc.core.tenants import NO_LIMITS, LimitsFile, Tenants
+from scheduler_svc.core.tenant_limits import NO_LIMITS, LimitsFile
+from scheduler_svc.core.tenants import Tenants
 from scheduler_svc.core.unanswered import Unanswered
 from scheduler_svc.core.workers import Workers
 
@@ -285,7 +286,7 @@ class Core:
             sequence.unroutable_since = max(sequence.enqueued, left)
         if now - sequence.unroutable_since < self.config.wait_for_executor:
             return
-        if self.streams.by_key.get(sequence.stream.key) is not sequence.stream:
+        if not sequence.stream.live:
             return  # a choice before it ended the stream
         waited = f"no executor of {entry.name!r} that can run this request came within "
         waited += f"{self.config.wait_for_executor:g} s"

@@ -13,7 +13,6 @@ from scheduler_svc.prefix_hash import HASH_BYTES
 
 _ONE_CHOICE = front.Choice(0)
 _UINT32 = np.dtype("<u4")
-_largest = np.maximum.reduce
 
 
 class Refusal(Exception):
@@ -128,7 +127,7 @@ def _check_ids(field: str, data: bytes, model: ModelEntry) -> int:
     if len(data) % 4:
         raise Refusal(front.INVALID_ARGUMENT, f"{len(data)} bytes of ids: not a multiple of 4", field)
     ids = np.frombuffer(data, dtype=_UINT32)  # unsigned: a negative id is outside too
-    if int(_largest(ids)) >= model.vocab_size:
+    if ids.item(ids.argmax()) >= model.vocab_size:  # for a short prompt less than half the price of max()
         bad = int(ids[ids >= model.vocab_size][0].astype(np.int32))
         message = f"token id {bad} is outside the vocabulary of {model.vocab_size}"
         raise Refusal(front.INVALID_ARGUMENT, message, field, bad, model.vocab_size - 1)

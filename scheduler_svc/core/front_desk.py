@@ -112,9 +112,8 @@ class FrontDesk:
 
     def _submit(self, worker: WorkerState, submit: front.Submit, now: float) -> None:
         core = self._core
-        key = (worker.peer, submit.stream)
-        old = core.streams.by_key.get(key)
-        if key in self.early or (old is not None and not submit.continuation):
+        old = worker.streams.get(submit.stream)
+        if (worker.peer, submit.stream) in self.early or (old is not None and not submit.continuation):
             core.counters["malformed"] += 1  # the number is taken: an answer could not be told from the other's
             return
         entry = core.fleet.models.get(submit.model)
@@ -181,11 +180,11 @@ class FrontDesk:
             )
         if not core.tenants.unlimited:
             queues = [model.queue for model in core.fleet.models.values()]
-            core.tenants.check(submit, sum([queue.tokens[submit.tenant] for queue in queues]), replaced, now)
+            core.tenants.check(submit, sum([queue.tokens.get(submit.tenant, 0) for queue in queues]), replaced, now)
         for old in replaced:
-            if core.streams.by_key.get(old.key) is not old:
+            if not old.live:
                 continue  # it was both
-            if old.key == (worker.peer, submit.stream):
+            if old is same_number:
                 core.streams.drop(old)  # under the same number, an end of the old would look like one of the new
             else:
                 core.streams.fail(old, front.ABORTED, "a continuation of this request replaced it")

@@ -180,7 +180,7 @@ def _sequences(core: Core) -> list[str]:
         places.update(id(sequence) for sequence in executor.residents())
         places.update(id(sequence) for sequence in executor.settling.values())
     live: set[int] = set()
-    for stream in core.streams.by_key.values():
+    for stream in core.streams.by_request.values():
         ongoing = [s for s in stream.sequences.values() if s.state is not State.ENDED]
         live.update(id(s) for s in ongoing)
         if len(ongoing) != stream.live or not ongoing:
@@ -191,7 +191,7 @@ def _sequences(core: Core) -> list[str]:
         problems.append(f"{len(live)} live sequences, {len(places)} sequences in queues and slots")
     if any(count != 1 for count in places.values()):
         problems.append("a sequence is in two places")
-    if core.tenants.live() != set(core.streams.by_key.values()):
+    if core.tenants.live() != set(core.streams.by_request.values()):
         problems.append("the tenants' streams are not the live streams")
     for entry in core.fleet.models.values():
         queued: Counter[str] = Counter()

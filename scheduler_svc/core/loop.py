@@ -25,7 +25,7 @@ from scheduler_svc.core.core import Core
 from scheduler_svc.core.crash_ledger import LedgerFile
 from scheduler_svc.core.fault_injection import FaultInjector
 from scheduler_svc.core.outbox import EXECUTOR, WORKER, Destination, Message
-from scheduler_svc.core.tenants import LimitsFile
+from scheduler_svc.core.tenant_limits import LimitsFile
 from scheduler_svc.core.trials import Trials
 from scheduler_svc.reloaded import INTERVAL, Reloaded
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import Counter
 from collections.abc import Iterator
 
 from scheduler_svc.core.fairness import FairShares
@@ -32,7 +31,7 @@ class WaitingQueue:
         self._lines: dict[str, list[Entry]] = {}  # by tenant, each in order of its keys; no empty ones
         self._length = 0
         self._pushed = 0  # ever
-        self.tokens: Counter[str] = Counter()  # by tenant: known tokens of its sequences here
+        self.tokens: dict[str, int] = {}  # by tenant, no zeros: known tokens of its sequences here
 
     def __len__(self) -> int:
         return self._length
@@ -94,7 +93,7 @@ class WaitingQueue:
         self._pushed += 1
         sequence.ticket = self._pushed
         sequence.queued_tokens = known = sequence.known
-        self.tokens[tenant] += known
+        self.tokens[tenant] = self.tokens.get(tenant, 0) + known
         line = self._lines.get(tenant)
         if line is None:
             line = self._lines[tenant] = []

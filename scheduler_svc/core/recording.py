@@ -1,11 +1,7 @@
-"""A record of everything that a core was told and said, with its times: enough to run it again, bit for bit.
+"""A core that keeps a record of everything that it was told and said: enough to run it again, bit for bit.
 
-The file is a sequence of entries, each a 4-byte little-endian length and a MessagePack value: a `Header`, then
-`Entry` values in the order in which they happened. Calls into the core are told apart by ``kind``; each `take_outbox`
-that had something to send is an OUT entry with the number of messages, followed by that many messages.
-
-It holds prompts and outputs, so it is readable by its owner only. A file that is there already is kept: a core that
-was started again goes on in FILE.1, FILE.2, ...
+The file (record_file.py) holds prompts and outputs, so it is readable by its owner only. A file that is there already
+is kept: a core that was started again goes on in FILE.1, FILE.2, ...
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,47 +18,27 @@ from protos import front, step
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.outbox import EXECUTOR, Destination, Message
-from scheduler_svc.core.tenants import NO_LIMITS, LimitsFile
+from scheduler_svc.core.record_file import (
+    ADVANCE,
+    DISCONNECT,
+    FORMAT,
+    FROM_EXECUTOR,
+    FROM_WORKER,
+    LIMITS,
+    MALFORMED,
+    OUT,
+    SESSION_GONE,
+    STALL,
+    TICK,
+    TO_EXECUTOR,
+    TO_WORKER,
+    WORKER_GONE,
+    Entry,
+    Header,
+)  # fmt: skip
+from scheduler_svc.core.tenant_limits import NO_LIMITS, LimitsFile
 
 log = logging.getLogger(__name__)
-
-FORMAT = 1
-_LARGEST = 256 * 1024 * 1024  # bytes of an entry
-
-# Kinds of entries: what the core was told ...
-FROM_WORKER = "w"
-FROM_EXECUTOR = "e"
-SESSION_GONE = "s"
-WORKER_GONE = "g"
-DISCONNECT = "d"
-MALFORMED = "m"
-STALL = "l"
-LIMITS = "n"
-TICK = "t"
-ADVANCE = "a"
-# ... and what it said.
-OUT = "o"
-TO_WORKER = "W"
-TO_EXECUTOR = "E"
-
-
-class Header(msgspec.Struct, frozen=True):
-    format: int
-    config: CoreConfig
-    limits: LimitsFile
-    started: float
-    incarnation: int
-
-
-class Entry(msgspec.Struct, array_like=True, frozen=True):
-    kind: str
-    now: float
-    peer: bytes = b""
-    data: bytes = b""
-
-
-class RecordError(ValueError):
-    """The file is no record, or ends in the middle of an entry."""
 
 
 class RecordingCore(Core):
@@ -162,41 +137,6 @@ class RecordingCore(Core):
         if file is not None:
             with contextlib.suppress(OSError):  # what was buffered goes nowhere either
                 file.close()
-
-
-def read(path: Path) -> tuple[Header, Iterator[Entry]]:
-    """The header, and the entries as they are read. Raises RecordError or OSError; an entry that was cut short at the
-    end of the file (the core died while it wrote) ends the record."""
-    file = path.open("rb")
-    data = _next(file)
-    try:
-        header = msgspec.msgpack.decode(data or b"", type=Header)
-    except msgspec.DecodeError as error:
-        file.close()
-        raise RecordError(f"{path}: not a record of a core: {error}") from error
-    if header.format != FORMAT:
-        file.close()
-        raise RecordError(f"{path}: a record of format {header.format}, this is {FORMAT}")
-    return header, _entries(path, file)
-
-
-def _entries(path: Path, file: BinaryIO) -> Iterator[Entry]:
-    decode = msgspec.msgpack.Decoder(Entry).decode
-    with file:
-        while (data := _next(file)) is not None:
-            try:
-                yield decode(data)
-            except msgspec.DecodeError as error:
-                raise RecordError(f"{path}: a damaged entry: {error}") from error
-
-
-def _next(file: BinaryIO) -> bytes | None:
-    prefix = file.read(4)
-    length = int.from_bytes(prefix, "little")
-    if len(prefix) < 4 or length > _LARGEST:
-        return None
-    data = file.read(length)
-    return data if len(data) == length else None
 
 
 def _create(path: Path) -> BinaryIO:

@@ -36,8 +36,8 @@ class Stream:
     """One request: its choices share everything but their outputs."""
 
     __slots__ = (
-        "charged", "deadline", "key", "live", "model", "name", "number", "request_id", "sequences", "submitted",
-        "tenant", "worker",
+        "charged", "deadline", "live", "model", "name", "number", "request_id", "sequences", "submitted", "tenant",
+        "worker",
     )  # fmt: skip
 
     def __init__(
@@ -58,9 +58,8 @@ class Stream:
         self.model = model
         self.deadline = deadline  # 0: none
         self.sequences: dict[int, Sequence] = {}  # by choice index; ended ones stay until the stream ends
-        self.live = 0
+        self.live = 0  # choices that have not ended; 0: the stream is over
         self.submitted = now
-        self.key = (worker.peer, number)
         self.name = (tenant, request_id)
 
 

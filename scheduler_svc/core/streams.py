@@ -18,8 +18,7 @@ from scheduler_svc.core.tenants import Tenants
 
 class Streams:
     def __init__(self, outbox: Outbox, residency: Residency, tenants: Tenants) -> None:
-        self.by_key: dict[tuple[bytes, int], Stream] = {}
-        self.by_request: dict[tuple[str, str], Stream] = {}  # (tenant, request id)
+        self.by_request: dict[tuple[str, str], Stream] = {}  # all live ones, by (tenant, request id)
         self.finished = 0  # choices
         self.failed = 0  # streams
         self._outbox = outbox
@@ -29,14 +28,13 @@ class Streams:
         self._ties = count()
 
     def add(self, stream: Stream) -> None:
-        self.by_key[stream.key] = stream
         self.by_request[stream.name] = stream
         stream.worker.streams[stream.number] = stream
         stream.model.live_streams += 1
         if stream.deadline > 0.0:
             heapq.heappush(self._deadlines, (stream.deadline, next(self._ties), stream))
-            if len(self._deadlines) > 2 * len(self.by_key) + 64:  # mostly of streams that ended before
-                self._deadlines = [item for item in self._deadlines if self.by_key.get(item[2].key) is item[2]]
+            if len(self._deadlines) > 2 * len(self.by_request) + 64:  # mostly of streams that ended before
+                self._deadlines = [item for item in self._deadlines if item[2].live]
                 heapq.heapify(self._deadlines)
 
     def finish(self, sequence: Sequence, reason: int, outputs: int, stop_token: int = -1) -> None:
@@ -71,19 +69,17 @@ class Streams:
         """Fail every stream whose deadline passed."""
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, stream = heapq.heappop(self._deadlines)
-            if self.by_key.get(stream.key) is stream:
+            if stream.live:
                 self.fail(stream, front.DEADLINE_EXCEEDED, "the deadline passed")
 
     def next_deadline(self) -> float | None:
-        while self._deadlines and self.by_key.get(self._deadlines[0][2].key) is not self._deadlines[0][2]:
+        while self._deadlines and not self._deadlines[0][2].live:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def _remove(self, stream: Stream) -> None:
         self._tenants.closed(stream)
-        del self.by_key[stream.key]
+        del self.by_request[stream.name]
         del stream.worker.streams[stream.number]
-        if self.by_request.get(stream.name) is stream:
-            del self.by_request[stream.name]
         stream.model.live_streams -= 1
         stream.sequences = {}  # they know their stream: no cycle is left behind (garbage.py)

@@ -1,15 +1,8 @@
-"""Per-tenant limits: requests in flight, tokens queued, and a token rate.
+"""Holds tenants to their limits: requests in flight, tokens queued, and a token rate (tenant_limits.py).
 
-The limits come from a JSON file::
-
-    {"default": {"max_requests": 64},
-     "tenants": {"acme": {"max_requests": 512, "max_queued_tokens": 2000000,
-                          "tokens_per_second": 5000, "burst": 60000}}}
-
-What is left out is not limited; a tenant that is not named has the default. The rate is a bucket that fills with
-``tokens_per_second`` up to ``burst`` tokens. Prompt tokens are taken out at acceptance, output tokens as they come; the
-bucket may run into debt, and new requests are refused until it is paid off. So no request is cut short, and over time
-no tenant exceeds its rate.
+The rate is a bucket that fills with ``tokens_per_second`` up to ``burst`` tokens. Prompt tokens are taken out at
+acceptance, output tokens as they come; the bucket may run into debt, and new requests are refused until it is paid off.
+So no request is cut short, and over time no tenant exceeds its rate.
 
 Continuations must not be lost to a limit: they pass the queue and rate limits, and may go over ``max_requests`` up to
 twice it (a tenant that calls everything a continuation gains no more than that).
@@ -18,54 +11,14 @@ twice it (a tenant that calls everything a continuation gains no more than that)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-
-import msgspec
 
 from protos import front
 from scheduler_svc.core.door import Refusal
 from scheduler_svc.core.sequence import Stream
+from scheduler_svc.core.tenant_limits import NO_LIMITS, Limits, LimitsFile
 
 _CHARGE_INTERVAL = 0.05  # seconds between two looks at the outputs of a tenant's running requests
 _MAX_DEBTORS = 65536
-
-
-class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """0: no limit."""
-
-    max_requests: int = 0
-    max_queued_tokens: int = 0
-    tokens_per_second: float = 0.0
-    burst: float = 0.0  # tokens; 0: ten seconds' worth
-
-    def __post_init__(self) -> None:
-        if min(self.max_requests, self.max_queued_tokens) < 0:
-            raise ValueError("a limit must not be negative")
-        for value in (self.tokens_per_second, self.burst):
-            if not 0.0 <= value < float("inf"):
-                raise ValueError("tokens_per_second and burst must be numbers of 0 and more")
-
-    @property
-    def bucket(self) -> float:
-        return self.burst or 10.0 * self.tokens_per_second
-
-
-class LimitsFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    default: Limits = Limits()
-    tenants: dict[str, Limits] = {}
-
-
-NO_LIMITS = LimitsFile()
-
-
-def load_limits(path: Path) -> LimitsFile:
-    """Raises ValueError with the file's name."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=LimitsFile)
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 class _Account:

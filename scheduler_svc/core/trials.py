@@ -123,7 +123,9 @@ class Trials:
             self._core.on_front(peer, submit, now)
 
     def _passed(self, key: _Key, submit: front.Submit, seconds: float) -> bool:
-        stream = self._core.streams.by_key.get(key)
+        peer, number = key
+        worker = self._core.workers.by_peer.get(peer)
+        stream = worker.streams.get(number) if worker is not None else None
         if stream is None:
             return key not in self._core.front_desk.early or seconds >= PATIENCE  # it ended, or its model is not here
         before = {choice.index: len(choice.outputs) // 4 for choice in submit.choices}

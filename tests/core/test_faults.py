@@ -175,7 +175,7 @@ def test_out_of_memory_shrinks_the_batch_and_suspects_nobody() -> None:
     assert 16 <= state.token_budget <= budget // 2
     lose(world, session, executor, step.OUT_OF_MEMORY)
     assert session in world.core.fleet.sessions
-    assert all(s.deaths == 0 for stream in world.core.streams.by_key.values() for s in stream.sequences.values())
+    assert all(s.deaths == 0 for stream in world.core.streams.by_request.values() for s in stream.sequences.values())
     world.run_all()
     assert_reference(worker)
 

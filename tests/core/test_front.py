@@ -77,7 +77,7 @@ def test_bad_submits_are_refused_by_field(change: dict[str, Any], field: str) ->
     end = worker.ends[(number, choice)]
     assert isinstance(end, front.Rejected)
     assert (end.code, end.field) == (front.INVALID_ARGUMENT, field)
-    assert not world.core.streams.by_key
+    assert not world.core.streams.by_request
 
 
 def test_grammars_are_refused_by_name() -> None:
@@ -314,16 +314,16 @@ def test_a_gone_worker_leaves_nothing_behind() -> None:
     world.settle()
     world.run_all()
     assert_reference(other)
-    assert not world.core.streams.by_key
+    assert not world.core.streams.by_request
 
 
 def test_detach_by_the_supervisor_and_attach_again() -> None:
     world, worker = simple_world()
     worker.submit([1, 2], 50, ignore_eos=True)
     world.core.on_front(b"supervisor", front.Detach("w0", 8), world.now)
-    assert world.core.streams.by_key  # another incarnation: not this one
+    assert world.core.streams.by_request  # another incarnation: not this one
     world.core.on_front(b"supervisor", front.Detach("w0", 7), world.now)
-    assert not world.core.streams.by_key
+    assert not world.core.streams.by_request
     worker.messages.clear()
     worker.send(front.Cancel(1))
     assert [type(m) for m in worker.messages] == [front.Reattach]
@@ -337,7 +337,7 @@ def test_a_worker_that_attaches_from_a_new_socket_starts_clean() -> None:
     worker.submit([1, 2], 50, ignore_eos=True)
     world.core.on_front(b"new", front.Attach(front.FRONT_VERSION, "w0", 7, 100), world.now)
     world.settle()
-    assert not world.core.streams.by_key
+    assert not world.core.streams.by_request
     assert [type(m) for m in world.sent[b"new"]] == [front.Attached, front.Models]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler_svc.core import recording
+from scheduler_svc.core import record_file
 from scheduler_svc.core.pace import Pace
 from scheduler_svc.core.recording import RecordingCore
 from scheduler_svc.replay import main, replay
@@ -29,10 +29,10 @@ def recorded(seed: int, path: Path, events: int = 500) -> Driver:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_with_everything_in_it_is_replayed_bit_for_bit(seed: int, tmp_path: Path) -> None:
     driver = recorded(seed, tmp_path / "record")
-    header, entries = recording.read(tmp_path / "record")
+    header, entries = record_file.read(tmp_path / "record")
     core, counts, difference = replay(header, entries, check_every=50)
     assert difference is None
-    assert counts[recording.TO_EXECUTOR] > 100
+    assert counts[record_file.TO_EXECUTOR] > 100
     assert core.committer.tokens == driver.world.core.committer.tokens > 100
     assert core.incarnation == 42
 
@@ -61,7 +61,7 @@ def test_a_full_disk_ends_the_record_and_nothing_else(tmp_path: Path, caplog: py
     driver.check()
     core.close()
     assert [record.message for record in caplog.records].count("the record ends here") == 1
-    header, entries = recording.read(tmp_path / "record")
+    header, entries = record_file.read(tmp_path / "record")
     _, counts, difference = replay(header, entries)
     assert difference is None
     assert counts

@@ -13,7 +13,7 @@ from bench.bare_worker import BareWorker
 from executor_svc.simulate import EOS, Simulated, SimulatedExecutor, parse
 from executor_svc.simulate_model import StepTimes, StepTimesError, key, next_tokens, parse_step_times
 from protos import front, step
-from scheduler_svc.core import recording
+from scheduler_svc.core import record_file
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.loop import Shell, steady_clock
@@ -80,7 +80,7 @@ def test_it_serves_and_its_record_plays_to_another(service: Service, tmp_path: P
     assert report["busy_seconds"] > 0.0
     service.close()
 
-    _, entries = recording.read(tmp_path / "record")
+    _, entries = record_file.read(tmp_path / "record")
     address = f"ipc://{tmp_path}/replay"
     other, thread = start(address, StepTimes(0.0))
     try:
@@ -89,7 +89,7 @@ def test_it_serves_and_its_record_plays_to_another(service: Service, tmp_path: P
         other.stop()
         other.stop()
         thread.join(20)
-    _, entries = recording.read(tmp_path / "record")
+    _, entries = record_file.read(tmp_path / "record")
     assert rerun(entries, address, "nobody", wait=1.0) == 2
 
 
@@ -105,7 +105,7 @@ def test_an_executor_whose_tokens_differ_is_found(tmp_path: Path, monkeypatch: p
     thread.join(20)
     service.close()
     monkeypatch.setattr("executor_svc.simulate.key", lambda seed, choice: key(seed + 1, choice))
-    _, entries = recording.read(path)
+    _, entries = record_file.read(path)
     address = f"ipc://{tmp_path}/replay"
     other, thread = start(address, StepTimes(0.0))
     try:

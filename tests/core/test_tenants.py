@@ -8,7 +8,8 @@ import pytest
 
 from protos import front
 from scheduler_svc.core.invariants import check_all
-from scheduler_svc.core.tenants import Limits, LimitsFile, Tenants, load_limits
+from scheduler_svc.core.tenant_limits import Limits, LimitsFile, load_limits
+from scheduler_svc.core.tenants import Tenants
 from tests.core.test_front import rejection, simple_world
 from tests.core.world import SimWorker, World
 

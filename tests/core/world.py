@@ -277,10 +277,11 @@ class World:
             if not any(worker.open for worker in self.workers.values()):
                 break
             if not self.run_round():
-                before = self.core.committer.tokens, len(self.core.streams.by_key)
+                before = self.core.committer.tokens, len(self.core.streams.by_request)
                 self.tick(1.1)
                 idle = not any(executor.queue for executor in self.executors.values())
-                assert not idle or before != (self.core.committer.tokens, len(self.core.streams.by_key)), self.stuck()
+                after = self.core.committer.tokens, len(self.core.streams.by_request)
+                assert not idle or before != after, self.stuck()
         else:
             raise AssertionError(self.stuck())
         self.drain_plans()

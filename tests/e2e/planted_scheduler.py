@@ -44,7 +44,7 @@ def admit(self: Residency, executor: ExecutorState, sequence: Sequence, hits: Pr
 
 def on_executor(self: Core, session: bytes, message: step.ToCore, now: float) -> None:
     _on_executor(self, session, message, now)
-    for stream in self.streams.by_key.values():
+    for stream in self.streams.by_request.values():
         for sequence in stream.sequences.values():
             if first(sequence) == LATER and sequence.num_outputs >= OUTPUTS:
                 os._exit(3)

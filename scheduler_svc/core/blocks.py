@@ -14,12 +14,14 @@ prefix is put there, found again or evicted at once. Ids never yet used are hand
 of a block is kept from then on, so a pool costs memory only for what it used (an executor states its size; the core
 does not believe it with its memory). Plain lists, not numpy: most calls are for one sequence's handful of blocks, where
 a vector operation costs more than the loop. No dictionary of all blocks either: when a large one grows it stops
-everything for milliseconds.
+everything for milliseconds. ``Any`` stands where an int only passes through: in the compiled core
+(deploy/compile_core.py) one that is taken out as ``int`` and put in again is a new object each time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +38,7 @@ class BlockPool:
         self.cached = 0
         self.found_in: list[object] = []  # of each block handed out at least once: where it is found (prefix_cache.py)
         self.on_evict: Callable[[list[int]], None] = nothing_to_forget
-        self._refs: list[int] = []  # of the same blocks: how many hold it; 0: free; below: `~link` that it waits in
+        self._refs: list[Any] = []  # ints, of the same: how many hold it; 0: free; below: `~link` that it waits in
         self._stack: list[int] = []  # free ones of them
         # The links as a list linked both ways, least recently used first.
         self._waiting: list[list[int]] = []  # by link: its blocks, evicted from the end on
@@ -89,20 +91,22 @@ class BlockPool:
     def release(self, blocks: list[int]) -> None:
         """Drop one reference on each block of a sequence, given in sequence order (tails are evicted first)."""
         refs, found_in = self._refs, self.found_in
-        mark = ~(self._spare[-1] if self._spare else len(self._waiting))  # the link that it will be
-        cached, free = [], []
-        for block in blocks:
-            left = refs[block] - 1
-            if left:
-                if left < 0:
+        mark: Any = ~(self._spare[-1] if self._spare else len(self._waiting))  # the link that it will be
+        given: list[Any] = blocks
+        cached, free = list[Any](), list[Any]()
+        for item in given:
+            block: int = item
+            held: int = refs[block]
+            if held != 1:
+                if held < 1:
                     raise RuntimeError("a block was released twice")
-                refs[block] = left
+                refs[block] = held - 1
             elif found_in[block] is None:
                 refs[block] = 0
-                free.append(block)
+                free.append(item)
             else:
                 refs[block] = mark
-                cached.append(block)
+                cached.append(item)
         self.owned -= len(cached) + len(free)
         if free:
             free.reverse()

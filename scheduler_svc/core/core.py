@@ -183,7 +183,7 @@ class Core:
         else:
             self._plan_open(fleet, now)
             self._plan_idle(fleet, now)
-        self._idle_first = self._unfinished is not None and not self._idle_first
+        self._idle_first = self.has_more_to_plan and not self._idle_first
         if self.fleet_changed:
             self.fleet_changed = False
             models = self.fleet.describe()

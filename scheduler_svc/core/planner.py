@@ -12,6 +12,7 @@ A steady step is a few vector operations over the rows; Python work is spent onl
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -115,7 +116,7 @@ class Planner:
         draft.decode = rows
         draft.budget -= len(rows)
         if len(lacking):
-            blocks = executor.pool.allocate(len(lacking))
+            blocks: list[Any] = executor.pool.allocate(len(lacking))  # Any: see blocks.py
             table.num_blocks[lacking] += 1
             table.last_block[lacking] = blocks
             table.capacity[lacking] += executor.block_size

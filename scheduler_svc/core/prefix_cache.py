@@ -193,9 +193,11 @@ class PrefixCache:
                 raise RuntimeError(f"block {blocks[end - 1]} was evicted before those behind it")
             for i in range(end - count, end):
                 found_in[blocks[i]] = None
-            run.lose(count, self._width)
-            if not run.blocks:
+            if count == len(have):
+                run.blocks, run.tokens, run.grows = [], b"", False
                 del self.by_hash[run.digest]
+            else:
+                run.lose(count, self._width)
             end -= count
         self.blocks -= len(blocks)
         self.dropped += len(blocks)

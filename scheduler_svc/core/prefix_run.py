@@ -36,8 +36,8 @@ class Run(msgspec.Struct, eq=False, gc=False):
         return int(differs.argmax()) * 4 // width
 
     def lose(self, count: int, width: int) -> None:
-        """Its last blocks were evicted. Their tokens go when they are more than half of all: each is copied once or so,
-        and a first block that is used for ever does not keep a long prompt."""
+        """Its last blocks were evicted, not all. Their tokens go when they are more than half of all: each is copied
+        once or so, and a first block that is used for ever does not keep a long prompt."""
         del self.blocks[-count:]
         self.grows = False
         left = len(self.blocks) * width

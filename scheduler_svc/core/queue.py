@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections.abc import Iterator
+from operator import itemgetter
 
 from scheduler_svc.core.fairness import FairShares
 from scheduler_svc.core.sequence import Sequence, State
@@ -39,12 +40,11 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Those that wait now, in order: they may be removed while it runs, and service that is charged meanwhile
         counts. Who is put back meanwhile is not met."""
-        newest = self._pushed
-        if len(self._lines) <= 1:
-            for line in list(self._lines.values()):
-                for _, sequence in _in_chunks(line, newest):
-                    yield sequence
-            return
+        if len(self._lines) > 1:
+            return self._by_shares(self._pushed)
+        return map(_sequence, _in_chunks(next(iter(self._lines.values()), []), self._pushed))
+
+    def _by_shares(self, newest: int) -> Iterator[Sequence]:
         floor = self.shares.floor
         lines, rest = self._lines.copy(), dict[str, Iterator[Entry]]()
         heads = [  # (effective key, tenant, its first, that one's own key)
@@ -149,3 +149,6 @@ def _in_chunks(line: list[Entry], newest: int, behind: _Key | None = None) -> It
 
 def _key(entry: Entry) -> _Key:
     return entry[0]
+
+
+_sequence = itemgetter(1)

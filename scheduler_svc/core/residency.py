@@ -18,7 +18,6 @@ from scheduler_svc.core.prefix_cache import NOTHING, Prefix
 from scheduler_svc.core.prefix_run import is_there
 from scheduler_svc.core.sequence import Sequence, State
 from scheduler_svc.core.unanswered import Unanswered
-from scheduler_svc.prefix_hash import extend_hashes
 
 _MOST_FOUND = 64  # caches of which a waiting sequence keeps what it found; among them some that are gone
 _NEVER_LOOKED = (NOTHING, -1)
@@ -35,9 +34,10 @@ class Residency:
 
     def lookup(self, executor: ExecutorState, sequence: Sequence) -> Prefix:
         """The findable prefix of this sequence there. What an earlier look found is not looked up again."""
-        hashes, cache = sequence.hashes, executor.cache
-        if not hashes or not (sequence.found or hashes[0] in cache.by_hash):
+        cache = executor.cache
+        if not (sequence.found or sequence.first_hash in cache.by_hash):
             return NOTHING
+        hashes = sequence.hashes
         most = min(self._most_hits(executor, sequence), len(hashes))
         if most <= 0:
             return NOTHING
@@ -53,8 +53,7 @@ class Residency:
 
     def being_filled(self, executor: ExecutorState, sequence: Sequence, hits: int) -> Sequence | None:
         """The sequence that computes right now the first block that this one misses."""
-        hashes = sequence.hashes
-        other = executor.filling.get(hashes[hits]) if hits < len(hashes) else None
+        other = executor.filling.get(sequence.hash_at(hits)) if hits < sequence.num_hashes else None
         return other if other is not None and hits < self._most_hits(executor, sequence) else None
 
     def has_blocks(self, executor: ExecutorState, sequence: Sequence, hits: Prefix, headroom: int) -> bool:
@@ -98,8 +97,8 @@ class Residency:
         executor.step_age.admitted(sequence)
         if self._cache_on and sequence.uses_cache:
             self._announce(executor, sequence, found)
-            if executor.model.is_large and sequence.hashes:
-                executor.model.homes.add(sequence.hashes[0], executor.session)
+            if executor.model.is_large and sequence.num_hashes:
+                executor.model.homes.add(sequence.first_hash, executor.session)
         return slot
 
     # -- while there -------------------------------------------------------------------------------------------------
@@ -116,19 +115,27 @@ class Residency:
         tip = sequence.cache_tip
         if tip is not None and not is_there(tip):
             return  # the chain was cut by an eviction: what follows could not be found
-        hashes, cache, own = sequence.hashes, executor.cache, executor.table.blocks[sequence.slot]
+        cache, own = executor.cache, executor.table.blocks[sequence.slot]
         held = own[start - 1]
         content = sequence.tokens_between(start * size, full * size)
-        if len(hashes) < full and not (last and tip is not None and cache.grows(tip, held)):
-            if not hashes:
+        if last and tip is not None and cache.grows(tip, held):
+            hashes = []
+        else:
+            known = sequence.num_hashes
+            if known == 0:
                 return  # a prompt shorter than a block came without hashes: its chain has no root here
-            beyond = content[4 * size * (len(hashes) - start) :]
-            if last and start == len(hashes):
-                extend_hashes(hashes, beyond[: 4 * size], size)
-                beyond = beyond[4 * size :] if cache.needs_all(tip, hashes[start]) else b""
-            if beyond:
-                extend_hashes(hashes, beyond, size)
-        sequence.cache_tip = cache.register(hashes[start:full], tip, sequence.salt, content, own[start:full], held)
+            if known < full:
+                beyond = content[4 * size * (known - start) :]
+                if last and start == known:
+                    sequence.add_hashes(beyond[: 4 * size], size)
+                    beyond = beyond[4 * size :] if cache.needs_all(tip, sequence.hashes[start]) else b""
+                if beyond:
+                    sequence.add_hashes(beyond, size)
+            if start == 0 and not cache.needs_all(None, sequence.first_hash):
+                hashes = [sequence.first_hash]
+            else:
+                hashes = sequence.hashes[start:full]
+        sequence.cache_tip = cache.register(hashes, tip, sequence.salt, content, own[start:full], held)
         sequence.cache_count = full
         if sequence.fills:
             self._announce(executor, sequence, full)
@@ -221,8 +228,8 @@ class Residency:
             del filling[before]
         sequence.fills = b""
         known = executor.table.admitted_length[sequence.slot] // executor.block_size
-        if 0 <= block < min(known, len(sequence.hashes)):
-            sequence.fills = sequence.hashes[block]
+        if 0 <= block < min(known, sequence.num_hashes):
+            sequence.fills = sequence.hash_at(block)
             filling.setdefault(sequence.fills, sequence)
 
     def _most_hits(self, executor: ExecutorState, sequence: Sequence) -> int:

@@ -15,7 +15,6 @@ the prefix (prefix_homes.py); and for which of them a sequence was left is remem
 
 from __future__ import annotations
 
-from collections import Counter
 from heapq import nsmallest
 from itertools import islice
 
@@ -47,16 +46,16 @@ class Left:
         self.others = others  # empty: nothing more is left
         self.taken = 0  # prompt tokens that the executor of this plan keeps for itself
         self.total = 0
-        self.count: Counter[bytes] = Counter()  # sequences, by session
-        self.tokens: Counter[bytes] = Counter()  # no more than they can take in a step or so
+        self.count: dict[bytes, int] = {}  # sequences, by session
+        self.tokens: dict[bytes, int] = {}  # no more than they can take in a step or so
 
     def has_room(self, other: ExecutorState) -> bool:
         session = other.session
-        return self.count[session] < other.table.free and self.tokens[session] < other.token_budget
+        return self.count.get(session, 0) < other.table.free and self.tokens.get(session, 0) < other.token_budget
 
     def add(self, other: ExecutorState, tokens: int) -> None:
-        self.count[other.session] += 1
-        self.tokens[other.session] += tokens
+        self.count[other.session] = self.count.get(other.session, 0) + 1
+        self.tokens[other.session] = self.tokens.get(other.session, 0) + tokens
         self.total += 1
         if self.total >= _MOST_LEFT:
             self.others = []
@@ -170,7 +169,7 @@ class Routing:
             if not left.has_room(other) or not self.can_ever_take(other, sequence):
                 continue
             their_hits = self._residency.lookup(other, sequence)
-            more = left.count[other.session] + left.tokens[other.session] // other.block_size
+            more = left.count.get(other.session, 0) + left.tokens.get(other.session, 0) // other.block_size
             if len(other.inflight) >= self._depth:
                 more += other.table.max_slots // 32  # it would wait for a step of that one
             score = self._score(other, sequence, their_hits, more)
@@ -205,9 +204,9 @@ class Routing:
 
     def _to_compare(self, here: ExecutorState, sequence: Sequence, left: Left, now: float) -> list[ExecutorState]:
         model = here.model
-        if not (model.is_large and sequence.hashes):
+        if not (model.is_large and sequence.num_hashes):
             return left.others
-        homes = [model.by_session.get(session) for session in model.homes.of(sequence.hashes[0])]
+        homes = [model.by_session.get(session) for session in model.homes.of(sequence.first_hash)]
         return left.others + [e for e in homes if e is not None and e is not here and self._plans_soon(e, now)]
 
     def _surely_has_room(self, executor: ExecutorState, sequence: Sequence, hits: Prefix) -> bool:

@@ -15,7 +15,7 @@ from protos.step import SamplingParams
 from protos.wire import Int32
 from scheduler_svc.core.prefix_cache import Prefix, PrefixCache
 from scheduler_svc.core.prefix_run import Place
-from scheduler_svc.prefix_hash import split_hashes
+from scheduler_svc.prefix_hash import HASH_BYTES, extend_hashes, split_hashes
 
 if TYPE_CHECKING:
     from scheduler_svc.core.executor import ExecutorState
@@ -65,6 +65,8 @@ class Stream:
 
 class Sequence:
     __slots__ = (
+        "_hashes",
+        "_prompt_hashes",
         "alone_deaths",
         "arrival",
         "cache_count",
@@ -76,9 +78,9 @@ class Sequence:
         "enqueued",
         "executor",
         "fills",
+        "first_hash",
         "found",
         "generation",
-        "hashes",
         "ignore_eos",
         "known",
         "left_for",
@@ -87,6 +89,7 @@ class Sequence:
         "limit",
         "mark_at_death",
         "mark_at_preemption",
+        "num_hashes",
         "numerics",
         "order",
         "outputs",
@@ -164,8 +167,11 @@ class Sequence:
         self.left_until = 0.0  # no other looks whether that is still so before this
         self.waits_for = ""
 
-        # Of full blocks: the prompt's, then as far as outputs were hashed.
-        self.hashes = split_hashes(hashes) if hashes else []
+        # Of full blocks: the prompt's, then as far as outputs were hashed. Most need the first one only.
+        self._prompt_hashes = hashes
+        self._hashes: list[bytes] | None = None
+        self.first_hash = hashes[:HASH_BYTES]
+        self.num_hashes = len(hashes) // HASH_BYTES
         self.found: dict[PrefixCache, tuple[Prefix, int]] = {}  # while it waits, by Residency.lookup
         self.uses_cache = bool(hashes)
         self.cache_tip: Place | None = None  # behind the last registered block on the present executor
@@ -184,6 +190,21 @@ class Sequence:
         self.deaths = 0
         self.alone_deaths = 0
         self.mark_at_death = 0  # outputs then: progress clears suspicion
+
+    @property
+    def hashes(self) -> list[bytes]:
+        """All of them. Not to be changed: `add_hashes`."""
+        if self._hashes is None:
+            self._hashes = split_hashes(self._prompt_hashes)
+        return self._hashes
+
+    def hash_at(self, block: int) -> bytes:
+        return self.first_hash if block == 0 else self.hashes[block]
+
+    def add_hashes(self, tokens: bytes, block_size: int) -> None:
+        """Of the full blocks in ``tokens``, which follow the last block that has one."""
+        extend_hashes(self.hashes, tokens, block_size)
+        self.num_hashes = len(self.hashes)
 
     @property
     def owes_prompt_logprobs(self) -> bool:

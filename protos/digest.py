@@ -40,17 +40,17 @@ def plan_digest(
 
     ``released`` are the released slots in plan order. ``touched`` is the concatenation, in plan order, of: admitted
     slots, the slots of ``appended`` (repeats kept), decode slots, prefill slots. ``generation``, ``num_blocks`` and
-    ``last_block`` are the caller's whole per-slot tables after the delta (``last_block`` is -1 for a slot without
-    blocks; a released slot that was not admitted again counts as 0 blocks, last block -1).
+    ``last_block`` are the caller's whole per-slot tables after the delta; they have all those slots, which the caller
+    saw to (``last_block`` is -1 for a slot without blocks; a released slot that was not admitted again counts as 0
+    blocks, last block -1).
     """
-    slots = np.concatenate([released, touched]) if len(released) else touched
+    slots = (np.concatenate([released, touched]) if len(released) else touched).astype(np.intp)
     count = len(slots)
-    words = np.empty((4, count), dtype=np.uint64)  # -1 becomes 2**64 - 1
+    words = np.empty((4, count), dtype=np.int32)
     words[0] = slots
-    words[1] = generation.take(slots)
-    words[2] = num_blocks.take(slots)
-    words[3] = last_block.take(slots)
-    total = int(np.dot(words.reshape(-1), _constants(4 * count)))
+    for row, column in enumerate((generation, num_blocks, last_block), start=1):
+        column.take(slots, out=words[row], mode="clip")  # the mode that takes straight into `out`
+    total = int(np.dot(words.reshape(-1).astype(np.uint64), _constants(4 * count)))  # -1 becomes 2**64 - 1
     return _mixed(_mixed(_mixed(previous + total) + seq) + (len(released) << 32) + count)
 
 

@@ -197,7 +197,7 @@ class PrefixCache:
                 run.blocks, run.tokens, run.grows = [], b"", False
                 del self.by_hash[run.digest]
             else:
-                run.lose(count, self._width)
+                _lose(run, count, self._width)
             end -= count
         self.blocks -= len(blocks)
         self.dropped += len(blocks)
@@ -211,3 +211,13 @@ class PrefixCache:
         del self.by_hash[run.digest]
         self.blocks -= len(blocks)
         self.dropped += len(blocks)
+
+
+def _lose(run: Run, count: int, width: int) -> None:
+    """Its last blocks were evicted, not all. Their tokens go when they are more than half of all: each is copied once
+    or so, and a first block that is used for ever does not keep a long prompt."""
+    del run.blocks[-count:]
+    run.grows = False
+    left = len(run.blocks) * width
+    if len(run.tokens) > 2 * left:
+        run.tokens = run.tokens[:left]

@@ -35,15 +35,6 @@ class Run(msgspec.Struct, eq=False, gc=False):
         differs = np.frombuffer(mine, dtype="<i4") != np.frombuffer(theirs, dtype="<i4")
         return int(differs.argmax()) * 4 // width
 
-    def lose(self, count: int, width: int) -> None:
-        """Its last blocks were evicted, not all. Their tokens go when they are more than half of all: each is copied
-        once or so, and a first block that is used for ever does not keep a long prompt."""
-        del self.blocks[-count:]
-        self.grows = False
-        left = len(self.blocks) * width
-        if len(self.tokens) > 2 * left:
-            self.tokens = self.tokens[:left]
-
 
 Place = tuple[Run, int]  # behind so many blocks of a run
 

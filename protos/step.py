@@ -41,7 +41,7 @@ import msgspec
 
 from protos.wire import U64, Count, Epoch, Name, Positive, Sha256, Text
 
-PROTOCOL_VERSIONS = (1,)  # newest first: version N and N - 1 talk
+PROTOCOL_VERSIONS: tuple[int, ...] = (1,)  # newest first: version N and N - 1 talk
 
 
 # --------------------------------------------------------------------------------------------------------------------

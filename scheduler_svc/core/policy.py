@@ -102,14 +102,16 @@ def victim(
     """The candidate that matters least of those whose preemption frees blocks; ``runnable`` marks the slots that could
     have a row in this plan. ``forced``: nothing else helps, so lack of progress is no excuse; then the latest arrival
     goes, whatever it costs, so that the first one comes to its end."""
-    table = executor.table
-
-    def cost(sequence: Sequence) -> int:
-        return 0 if forced else int(table.length[sequence.slot]) * (1 + sequence.preemptions)
-
+    table, cost = executor.table, 0 if forced else 1
     ranked = sorted(
         (s for s in candidates if forced or s.num_outputs > s.mark_at_preemption),
-        key=lambda s: (not runnable[s.slot], s.priority, -cost(s), s.arrival, s.order),
+        key=lambda s: (
+            not runnable[s.slot],
+            s.priority,
+            -cost * table.length.item(s.slot) * (1 + s.preemptions),
+            s.arrival,
+            s.order,
+        ),
         reverse=True,
     )
-    return next((s for s in ranked if executor.pool.yields(executor.table.blocks[s.slot])), None)
+    return next((s for s in ranked if executor.pool.yields(table.blocks[s.slot])), None)

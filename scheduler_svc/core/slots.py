@@ -36,26 +36,23 @@ DECODE = 2
 
 class SlotTable:
     def __init__(self, max_slots: int) -> None:
-        def column() -> Int32:
-            return np.zeros(max_slots, dtype=np.int32)
-
         self.max_slots = max_slots
-        self.generation = column()
-        self.num_blocks = column()
+        self.generation = _column(max_slots)
+        self.num_blocks = _column(max_slots)
         self.last_block = np.full(max_slots, -1, dtype=np.int32)
-        self.capacity = column()  # tokens
-        self.length = column()
+        self.capacity = _column(max_slots)  # tokens
+        self.length = _column(max_slots)
         self.admitted_length = [0] * max_slots  # `length` at admission
-        self.planned_length = column()
+        self.planned_length = _column(max_slots)
         self.computed = [0] * max_slots  # lists where only single slots are looked at: a third of the price
         self.done = [0] * max_slots
-        self.limit = column()
-        self.bound = column()
+        self.limit = _column(max_slots)
+        self.bound = _column(max_slots)
         self.phase = np.zeros(max_slots, dtype=np.uint8)
         self.live_generation = np.full(max_slots, -1, dtype=np.int32)  # -1: free. What results are matched against
-        self.stream = column()
+        self.stream = _column(max_slots)
         self.choice = np.zeros(max_slots, dtype=np.uint8)
-        self.worker = column()  # WorkerState.index
+        self.worker = _column(max_slots)  # WorkerState.index
         self.ignore_eos = np.zeros(max_slots, dtype=bool)
         self.has_stop_ids = np.zeros(max_slots, dtype=bool)
         self.num_with_stop_ids = 0
@@ -207,6 +204,10 @@ class SlotTable:
         if length > self.admitted_length[slot]:  # it sampled: everything before the newest token has KV
             return length - 1
         return self.done[slot]
+
+
+def _column(max_slots: int) -> Int32:
+    return np.zeros(max_slots, dtype=np.int32)
 
 
 def _bound(sequence: Sequence, text_run_ahead: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protos import step
-from scheduler_svc.core import planner, remains, residency
+from scheduler_svc.core import planner, prefix_cache, remains, residency
 from scheduler_svc.core.blocks import BlockPool
 from scheduler_svc.core.prefix_cache import NOTHING, PrefixCache
 from scheduler_svc.core.prefix_run import Run
@@ -95,13 +95,13 @@ def filled(blocks: int) -> tuple[BlockPool, PrefixCache, list[int], Run, list[by
 def test_the_tail_of_a_run_is_evicted_as_one_whatever_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its head is held, so what is evicted goes on with blocks of another run."""
     lost: list[int] = []
-    true = Run.lose
+    true = prefix_cache._lose
 
     def lose(run: Run, count: int, width: int) -> None:
         lost.append(count)
         true(run, count, width)
 
-    monkeypatch.setattr(Run, "lose", lose)
+    monkeypatch.setattr(prefix_cache, "_lose", lose)
     pool, cache, held, run, hashes, tokens = filled(1000)
     pool.share(cache.extend(NOTHING, hashes, tokens, "", 600).blocks)
     pool.release(held)

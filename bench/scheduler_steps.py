@@ -1,7 +1,7 @@
 """What a step of the scheduler core costs, beside vLLM's scheduler in the same run.
 
     python -m bench.scheduler_steps [--running 1,64,256,1024,4096] [--steps 60] [--rounds 3]
-        [--peer-python PATH] [--json FILE] [--long-prompts 8]
+        [--core compiled|interpreted] [--peer-python PATH] [--json FILE] [--long-prompts 8]
 
 Ours is the whole core path: the result's frame decoded and committed, requests that arrive decoded and queued, the plan
 made and encoded, the digest, the token batches for the API workers encoded. The peer's is ``schedule()`` and
@@ -12,9 +12,8 @@ Churn: 1 % of the running requests end and as many arrive, in each step. Prompts
 longest turn of the core while prompts of 131,072 tokens arrive among 256 decoding sequences: new ones, then the same
 ones again (found in the prefix cache), then cancelled ones.
 
-Which core it is, interpreted or compiled (``make compiled``), is printed first; the latter is measured by
-
-    PYTHONSAFEPATH=1 PYTHONPATH=build/compiled:. .venv/bin/python -m bench.scheduler_steps ...
+The core is the compiled one, as in the scheduler's image (built by ``make compiled``'s command where that was not done
+for these sources; it takes a minute), or with ``--core interpreted`` the one that runs without any C compiler.
 """
 
 from __future__ import annotations
@@ -22,14 +21,17 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 from bench.allocations import AllocationCounter
 from bench.core_rig import BLOCK, CoreRig, TurnCost
-from scheduler_svc.core import blocks
+from deploy.compile_core import ROOT, compile_core, has_compiler
+from scheduler_svc.core import kind
 
 CONTEXT, PROMPT, BUDGET = 2048, 128, 16384
 LIFE, STEADY_LIFE = 100, 1900  # outputs
@@ -179,6 +181,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--running", default="1,64,256,1024,4096", help="numbers of running sequences")
     parser.add_argument("--steps", type=int, default=60, help="steps of ours in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--core", choices=("compiled", "interpreted"), default="compiled")
     parser.add_argument("--peer-python", metavar="PATH", help="an interpreter that has vLLM")
     parser.add_argument("--peer-steps", type=int, default=20, help="steps of the peer in a round")
     parser.add_argument("--long-prompts", type=int, default=8, help="prompts of 128k tokens (0: skip that part)")
@@ -186,12 +189,25 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def become_compiled() -> None:
+    """This bench once more, in the place of this process, with the compiled core."""
+    if not has_compiler():
+        raise SystemExit("error: a C compiler is needed (cc, gcc or clang), or --core interpreted")
+    folder = ROOT / "build" / "compiled"
+    compile_core(folder)
+    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
+    os.execve(sys.executable, [sys.executable, "-m", "bench.scheduler_steps", *sys.argv[1:]], environment)
+
+
 def main() -> None:
     args = parse_args()
+    if args.core != kind():
+        if kind() == "compiled":
+            raise SystemExit("error: PYTHONPATH names the compiled core, not the interpreted one")
+        become_compiled()
     peer = Peer(args.peer_python) if args.peer_python else None
     lines = []
-    core = "interpreted" if blocks.__file__.endswith(".py") else "compiled"
-    print(f"core: {core}")
+    print(f"core: {kind()}")
     print(f"{'running':>8} {'load':>7} {'us':>8} {'min':>8} {'p99':>8} {'peer us':>9} {'ratio':>7} {'plan B/row':>11} "
           f"{'result B/row':>13} {'batch B/row':>12} {'allocations':>12}")  # fmt: skip
     for running in [int(part) for part in args.running.split(",")]:
@@ -214,7 +230,7 @@ def main() -> None:
         print(f"{'reached' if reached else 'MISSED '}  {text}")
     if args.json:
         body = {
-            "core": core,
+            "core": kind(),
             "steps": lines,
             "long_prompts": turns,
             "targets": [{"text": t, "reached": r} for t, r in verdicts],

@@ -11,7 +11,7 @@ import zmq
 
 from protos.link_keys import read_secret
 from scheduler_svc import logs
-from scheduler_svc.core import garbage
+from scheduler_svc.core import garbage, kind
 from scheduler_svc.core.config import CoreConfig
 from scheduler_svc.core.core import Core
 from scheduler_svc.core.crash_ledger import LedgerFile
@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     shell.stop_on_signals()
     garbage.take_over()
-    log.info("core listens", extra={"executors": shell.listening, "front": options.front})
+    log.info("core listens", extra={"executors": shell.listening, "front": options.front, "core": kind()})
     try:
         shell.run(clock)
     finally:

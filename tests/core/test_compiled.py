@@ -1,4 +1,4 @@
-"""The compiled core is the same core: what one recorded, the other says again bit for bit, and the tests hold for it."""
+"""The compiled core is the same core: what one recorded, the other says again bit for bit, and tests hold for it."""
 
 from __future__ import annotations
 

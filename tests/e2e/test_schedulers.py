@@ -16,7 +16,7 @@ from tests.e2e.process import START_TIMEOUT, bounded
 from tests.e2e.streams import GREEDY, SEEDED, Answer, generate, random_prompt, request
 from tests.e2e.verify import settled
 
-OUTPUT = 160
+OUTPUT = 400
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ async def disturbed(one: Cluster, two: Cluster, messages: list[pb.GenerateReques
     def on_tokens(count: int) -> None:
         nonlocal seen
         before, seen = seen, seen + count
-        if before < 100 <= seen:
+        if before < 20 <= seen:
             one.kill("scheduler")
 
     async with AsyncClient([one.address, two.address]) as client:

@@ -9,7 +9,7 @@ import pytest
 
 from protos import front, step
 from protos.wire import pack_int32
-from tests.core.sim import model_card, reference
+from tests.core.sim import SimExecutor, model_card, reference
 from tests.core.test_same_tokens import SMALL, assert_reference, requests, submit_all
 from tests.core.world import SimWorker, World, simple_world
 
@@ -116,6 +116,69 @@ def test_a_live_request_id_is_refused_unless_it_continues() -> None:
     assert fenced.code == front.ABORTED
     world.run_all()
     assert other.outputs[(again, 0)] == reference([1, 2], 20, ignore_eos=True)
+
+
+def test_a_number_that_is_taken_is_not_given_twice() -> None:
+    world, worker = simple_world(startup_grace=10.0)
+    live = worker.submit([1, 2], 20, ignore_eos=True)
+    early = worker.submit([1, 2], 5, model="late")
+    for number in (live, early):
+        worker.send(msgspec.structs.replace(worker.submits[live], stream=number, request_id="other"))
+    worker.send(msgspec.structs.replace(worker.submits[early], continuation=True))
+    assert world.core.counters["malformed"] == 3
+    assert list(world.core.streams.by_request) == [("", f"w0-{live}")]
+    assert [key[1] for key in world.core.front_desk.early] == [early]
+    world.add_executor(SimExecutor("e1", 2, model_card("late")))
+    world.run_all()
+    assert_reference(worker)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_continuation_takes_the_place_of_its_number_and_of_its_id(waits: bool) -> None:
+    """Under the same number nobody is told of an end: it would look like the end of the new one."""
+    world, worker = simple_world(limits=SMALL)
+    other = world.add_worker("w1")
+    (session,) = world.executors
+    same_number = worker.submit([1, 2], 30, request_id="a", ignore_eos=True)
+    same_id = other.submit([1, 2], 30, request_id="b", ignore_eos=True)
+    assert same_number == same_id == 1  # the numbers are each worker's own
+    if not waits:
+        for _ in range(4):
+            world.run(session)
+    worker.accepted.clear()
+    had = worker.outputs[(same_number, 0)][:2]
+    worker.outputs[(same_number, 0)] = list(had)
+    again = msgspec.structs.replace(
+        worker.submits[same_number], request_id="b", continuation=True, choices=(front.Choice(0, pack_int32(had)),)
+    )
+    worker.send(again)
+    assert not worker.ends
+    fenced = other.ends[(same_id, 0)]
+    assert isinstance(fenced, front.Failed)
+    assert fenced.code == front.ABORTED
+    assert list(world.core.streams.by_request) == [("", "b")]
+    other.send(front.Cancel(same_id))  # too late, and of another worker's number
+    freed = other.submit([5], 5, request_id="a", ignore_eos=True)
+    world.run_all()
+    assert worker.outputs[(same_number, 0)] == reference([1, 2], 30, ignore_eos=True)
+    assert other.outputs[(freed, 0)] == reference([5], 5, ignore_eos=True)
+    assert world.core.streams.failed == 1
+
+
+def test_a_continuation_of_itself_under_its_own_number_is_one_stream() -> None:
+    world, worker = simple_world()
+    number = worker.submit([1, 2], 20, deadline=world.now + 50.0, ignore_eos=True, outputs={0: [], 1: []})
+    (session,) = world.executors
+    for _ in range(4):
+        world.run(session)
+    worker.accepted.clear()
+    for choice in (0, 1):
+        worker.outputs[(number, choice)] = []
+    worker.send(msgspec.structs.replace(worker.submits[number], continuation=True, deadline=0.0))
+    assert not worker.ends
+    assert world.core.streams.next_deadline() is None  # the one that had it is over
+    world.run_all()
+    assert_reference(worker)
 
 
 def test_an_unknown_model_waits_only_in_the_start_up_grace() -> None:

@@ -72,10 +72,11 @@ class Run:
     submit: front.Submit
     choice: int
     outputs: list[int]
+    context_length: int
 
     @property
     def max_tokens(self) -> int:
-        room = 256 - len(self.submit.prompt) // 4
+        room = self.context_length - len(self.submit.prompt) // 4
         return min(self.submit.max_tokens or room, room)
 
 
@@ -84,6 +85,7 @@ class FakeCore:
         self.tokens = tokens
         self.auto = True
         self.per_row = 1
+        self.context_length = 256
         self.incarnation = secrets.randbits(63)
         self.models: tuple[front.ModelState, ...] = (model_state(),)
         self.files = dict(FILES)
@@ -108,7 +110,7 @@ class FakeCore:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._socket.close(linger=0)
 
-    async def until(self, condition: Callable[[], object], seconds: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], seconds: float = 90.0) -> None:
         async with asyncio.timeout(seconds), self._changed:
             await self._changed.wait_for(lambda: bool(condition()))
 
@@ -171,6 +173,8 @@ class FakeCore:
         while True:
             if self.auto and self.runs and not await self._socket.poll(0):
                 await self.step(self.per_row)
+                async with self._changed:
+                    self._changed.notify_all()
                 await asyncio.sleep(0.001)
                 continue
             if not await self._socket.poll(10):
@@ -192,12 +196,12 @@ class FakeCore:
             await self.send(front.Models(self.models))
         elif isinstance(message, front.Submit):
             answer = self.answer(message)
-            if answer is not None:
-                await self.send(answer)
             if isinstance(answer, front.Accepted):
                 for choice in message.choices:
                     outputs = np.frombuffer(choice.outputs, "<i4").tolist()
-                    self.runs[message.stream, choice.index] = Run(message, choice.index, outputs)
+                    self.runs[message.stream, choice.index] = Run(message, choice.index, outputs, self.context_length)
+            if answer is not None:
+                await self.send(answer)
         elif isinstance(message, front.Stop):
             run = self.runs.pop((message.stream, message.choice), None)
             if run is not None:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import zmq.asyncio
 
+from protos import front
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from scheduler_svc.api.core_link import LinkConfig
@@ -38,7 +39,7 @@ def run_async(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
     @wraps(test)
     def wrapper(*args: object, **kwargs: object) -> None:
         async def bounded() -> None:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(100):
                 await test(*args, **kwargs)
 
         asyncio.run(bounded())
@@ -96,6 +97,11 @@ class Rig:
         self.core.models = old.models
         return self.core
 
+    async def announce(self, *models: front.ModelState) -> None:
+        """Until the worker has heard of it: the next request does not come before."""
+        await self.core.announce(*models)
+        await until(lambda: [model.state for model in self.server.models.announced()] == list(models))
+
     async def ready(self) -> None:
         """Until the model is served."""
         while not self.server.health.serving:
@@ -126,8 +132,8 @@ async def rig(
         if ready:
             await made.ready()
         yield made
-        assert server.service.open_calls == 0 or not ready
-        assert not server.link.open
+        async with asyncio.timeout(10):  # a call that was cancelled just now may still be on its way out
+            await until(lambda: (server.service.open_calls == 0 or not ready) and not server.link.open)
     finally:
         await channel.close()
         await server.stop()

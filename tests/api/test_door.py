@@ -147,9 +147,7 @@ async def test_unknown_and_ambiguous_models() -> None:
         assert error.code() == grpc.StatusCode.NOT_FOUND
         assert "'other'" in error.details()
         assert "m" in error.details()
-        await r.core.announce(model_state("m"), model_state("second"))
-        while len(r.server.models.announced()) != 2:
-            await r.stub.ListModels(pb.ListModelsRequest())
+        await r.announce(model_state("m"), model_state("second"))
         await r.stream(ids_request(model="second", stopping=pb.Stopping(max_tokens=1)))
         error = await refusal_of(r.stub, ids_request())
         assert error.code() == INVALID
@@ -159,10 +157,7 @@ async def test_unknown_and_ambiguous_models() -> None:
 @run_async
 async def test_prompt_that_no_executor_can_hold() -> None:
     async with rig() as r:
-        await r.core.announce(model_state(max_sequence_tokens=40))
-        await r.core.until(lambda: True)
-        while r.server.models.announced()[0].state.max_sequence_tokens != 40:
-            await r.stub.ListModels(pb.ListModelsRequest())
+        await r.announce(model_state(max_sequence_tokens=40))
         error = await refusal_of(r.stub, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 40)))
         assert error.code() == INVALID
         assert "40" in error.details()

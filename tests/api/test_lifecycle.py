@@ -64,17 +64,20 @@ async def test_cancel_reaches_the_core(unary: bool) -> None:
 async def test_deadline_is_told_and_kept() -> None:
     async with rig() as r:
         r.core.auto = False
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await r.stream(text_request(), timeout=0.3)
-        assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        for seconds in (0.3, 3.0, 30.0):  # longer, where the machine is so busy that the core hears of none before
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await r.stream(text_request(), timeout=seconds)
+            assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            if r.core.got(front.Submit):
+                break
         await r.core.until(lambda: r.core.got(front.Cancel))
-        (submit,) = r.core.got(front.Submit)
-        assert 0.0 < submit.deadline - submit.arrival < 0.35
+        submit = r.core.got(front.Submit)[0]
+        assert 0.0 < submit.deadline - submit.arrival < seconds + 0.05
         no_deadline = r.stub.GenerateStream(text_request())
         await no_deadline.read()
         assert r.core.got(front.Submit)[-1].deadline == 0.0
         no_deadline.cancel()
-        await r.core.until(lambda: len(r.core.got(front.Cancel)) == 2)
+        await r.core.until(lambda: len(r.core.got(front.Cancel)) == len(r.core.got(front.Submit)))
 
 
 @run_async
@@ -82,8 +85,7 @@ async def test_client_that_does_not_read_is_given_up() -> None:
     """Its window full, a write waits; other streams go on, and after the bound the stream ends."""
     service = ServiceConfig(slow_seconds=0.4, slow_tokens=20)
     async with rig(service=service) as r:
-        await r.core.announce(model_state(context_length=2**20, max_sequence_tokens=2**20))
-        await eventually(lambda: r.server.models.announced()[0].state.context_length == 2**20)
+        await r.announce(model_state(context_length=2**20, max_sequence_tokens=2**20))
         r.core.auto = False
         other = grpc.aio.insecure_channel(f"127.0.0.1:{r.server.port}")
         slow = pb_grpc.InferenceStub(other).GenerateStream(text_request(stopping=pb.Stopping()))
@@ -160,7 +162,8 @@ async def test_silent_core_counts_as_gone() -> None:
         stream = asyncio.create_task(r.stream(text_request()))
         await r.core.until(lambda: r.core.runs)
         r.core.silent = True
-        await r.core.until(lambda: len(r.core.got(front.Attach)) > 1)
+        before = len(r.core.got(front.Attach))
+        await r.core.until(lambda: len(r.core.got(front.Attach)) > before)
         r.core.runs.clear()
         r.core.silent = False
         r.core.auto = True
@@ -383,7 +386,7 @@ async def test_process_serves_and_drains_on_sigterm() -> None:
         target = f"unix:{folder}/api"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "scheduler_svc.api", "--front", f"ipc://{folder}/front", "--listen", target),
-            *("--worker-name", "w7", "--leave-grace", "0.2", "--log-format", "json"),
+            *("--worker-name", "w7", "--leave-grace", "2", "--log-format", "json"),
             stderr=asyncio.subprocess.PIPE,
         )
         channel = grpc.aio.insecure_channel(target)
@@ -407,7 +410,7 @@ async def test_process_serves_and_drains_on_sigterm() -> None:
                 async for message in until_error(stream):
                     ids.setdefault(name, []).extend(i for delta in message.choices for i in delta.token_ids)
             assert ids == {"first": ANSWER_IDS[:12], "late": ANSWER_IDS[:12]}
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await process.wait() == 0
             await core.until(lambda: core.got(front.Detach))
             assert core.got(front.Detach)[0].worker == "w7"
         finally:
@@ -435,7 +438,7 @@ async def test_an_address_in_use_is_an_error() -> None:
             *("--listen", f"127.0.0.1:{r.server.port}"),
             stderr=asyncio.subprocess.PIPE,
         )
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await process.communicate()
         assert process.returncode == 1
         assert b"cannot listen" in errors
 
@@ -461,11 +464,14 @@ async def test_reflection_can_be_switched(on: bool) -> None:
 async def test_a_new_stream_is_not_starved_by_busy_ones() -> None:
     """With others that always have tokens, the first message of a new one comes while they run."""
     async with rig() as r:
-        r.core.per_row = 2
-        busy = [asyncio.create_task(r.stream(text_request(stopping=pb.Stopping(max_tokens=200)))) for _ in range(30)]
+        r.core.per_row, r.core.context_length = 2, 2**20
+        await r.announce(model_state(context_length=2**20, max_sequence_tokens=2**20))
+        busy = [asyncio.create_task(r.stream(text_request(stopping=pb.Stopping(max_tokens=2**19)))) for _ in range(30)]
         await r.core.until(lambda: len(r.core.runs) == 30)
         call = r.stub.GenerateStream(text_request())
         assert (await call.read()).HasField("started")
         assert not any(task.done() for task in busy)
         call.cancel()
-        await asyncio.gather(*busy)
+        for task in busy:
+            task.cancel()
+        await asyncio.gather(*busy, return_exceptions=True)

@@ -82,7 +82,7 @@ async def test_of_many_at_long_work_one_does_a_slice_in_a_turn() -> None:
 @run_async
 async def test_giant_tokenize_and_detokenize() -> None:
     async with rig() as r, counted() as turns:
-        await r.core.announce(LARGE)
+        await r.announce(LARGE)
         ids = list(islice(cycle(ANSWER_IDS), MANY))
         with pytest.MonkeyPatch.context() as patch:
             pushed = watch(patch, Detokenizer, "push", turns, lambda self, tokens: len(tokens))
@@ -105,7 +105,7 @@ async def test_giant_tokenize_and_detokenize() -> None:
 @run_async
 async def test_giant_prompts_and_continuations() -> None:
     async with rig() as r, counted() as turns:
-        await r.core.announce(LARGE)
+        await r.announce(LARGE)
         ids = list(islice(cycle(ANSWER_IDS), MANY))
         request = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=ids),

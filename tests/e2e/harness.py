@@ -29,18 +29,13 @@ from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire import Client
 from tests.e2e.process import POLL, START_TIMEOUT, TIMEOUT, Process, bounded, children, gone, name_of
 from tests.e2e.status import StatusClient
+from tests.ports import free_port
 
 # One thread: the tests share the machine. Compiled kernels are kept between processes.
 EXECUTOR_FLAGS = ["--threads", "1"]
 EXECUTOR_ENV = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 live: list[Cluster] = []  # open clusters, whose logs a failure report shows
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Cluster:
@@ -133,7 +128,7 @@ class Cluster:
 
     @staticmethod
     def _models(channel: grpc.Channel) -> dict[str, pb.Model]:
-        response = pb_grpc.InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
+        response = pb_grpc.InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=TIMEOUT)
         return {model.name: model for model in response.models}
 
     def wait_ready(self, executors: int = 1, model: str = "") -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL = 0.02  # seconds between looks at a file or at /proc; every wait ends on an event, never on a time alone
-TIMEOUT = 60.0
-START_TIMEOUT = 110.0  # an executor's: the first one after a change of the kernels compiles them
+TIMEOUT = 120.0
+START_TIMEOUT = 300.0  # an executor's: the first one after a change of the kernels compiles them
 
 
 class Process:
@@ -71,7 +71,7 @@ class Process:
     def wait(self, timeout: float = TIMEOUT) -> int:
         return self.popen.wait(timeout)
 
-    def stop(self, grace: float = 10.0) -> None:
+    def stop(self, grace: float = 30.0) -> None:
         """SIGTERM to the process, then SIGKILL to what is left of its session."""
         self.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

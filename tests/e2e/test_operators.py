@@ -11,9 +11,10 @@ import pytest
 from protos.stepwire.v1 import admin_pb2, admin_pb2_grpc
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 from stepwire import Client, RequestError
-from tests.e2e.harness import Cluster, HealthWatch, free_port
+from tests.e2e.harness import Cluster, HealthWatch
 from tests.e2e.process import TIMEOUT, bounded
 from tests.e2e.streams import GREEDY, request
+from tests.ports import free_port
 
 KEY, OTHER, ADMIN = "key-of-acme-012345", "key-of-other-012345", "key-of-operators-012345"
 
@@ -37,7 +38,7 @@ def test_keys_limits_and_operators(restartable: Cluster, tmp_path: Path) -> None
             stub.Generate(request([5, 6], 1), timeout=20)
         assert failure.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
-        long = stub.GenerateStream(request(list(range(3, 80)), 3000, request_id="long", **GREEDY), **acme)
+        long = stub.GenerateStream(request(list(range(3, 80)), 4000, request_id="long", **GREEDY), **acme)
         next(long)
         with pytest.raises(grpc.RpcError) as failure:
             stub.Generate(request([5, 6], 1), **acme)

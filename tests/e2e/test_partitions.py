@@ -20,10 +20,11 @@ import pytest
 from bench.faults.streams import Outcome, run_all
 from protos.stepwire.v1 import inference_pb2 as pb
 from stepwire import AsyncClient
-from tests.e2e.harness import EXECUTOR_ENV, EXECUTOR_FLAGS, Cluster, free_port
+from tests.e2e.harness import EXECUTOR_ENV, EXECUTOR_FLAGS, Cluster
 from tests.e2e.process import Process
 from tests.e2e.streams import GREEDY, SEEDED, generate, random_prompt, request
 from tests.e2e.verify import settled
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OUTPUT = 1500

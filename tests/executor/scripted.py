@@ -14,8 +14,9 @@ import zmq
 from protos.digest import epoch_digest, plan_digest
 from protos.step import Admission, Hello, SamplingParams, StepPlan, ToCore, ToExecutor, Welcome
 from protos.wire import Epoch, pack_int32
+from tests.ports import free_port
 
-TIMEOUT_MS = 20_000
+TIMEOUT_MS = 90_000
 FIRST_EPOCH = Epoch(7, 1)
 GREEDY = SamplingParams(temperature=0.0)
 T = TypeVar("T")
@@ -101,7 +102,7 @@ class ScriptedCore:
         self._decoder = msgspec.msgpack.Decoder(ToCore)
         self._configure = configure
         self.peer = b""
-        self.port = 0
+        self.port = free_port()
         self.bind()
 
     def bind(self) -> None:
@@ -110,9 +111,8 @@ class ScriptedCore:
         self.socket.router_mandatory = 1
         if self._configure:
             self._configure(self.socket)
-        self.socket.bind(f"tcp://127.0.0.1:{self.port or '*'}")
+        self.socket.bind(f"tcp://127.0.0.1:{self.port}")
         self.address = self.socket.last_endpoint.decode()
-        self.port = int(self.address.rpartition(":")[2])
 
     def unbind(self) -> None:
         """As if the core died: its connections end. Returns when its port is free."""

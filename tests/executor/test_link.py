@@ -66,7 +66,7 @@ class Running:
             self.service.stop()
             if self.thread.is_alive():
                 self.service.stop()
-        self.thread.join(20)
+        self.thread.join(90)
         assert not self.thread.is_alive()
 
 
@@ -227,7 +227,7 @@ def test_the_executor_may_start_first(core: ScriptedCore, monkeypatch: pytest.Mo
     running = Running(core.address)
     try:
         for _ in range(3):
-            assert tried.acquire(timeout=20), "a session that cannot connect did not end"
+            assert tried.acquire(timeout=90), "a session that cannot connect did not end"
         core.bind()
         start(core, core.welcome())
     finally:
@@ -303,7 +303,7 @@ def test_draining_goes_on_until_the_core_says_drain(core: ScriptedCore, executor
     core.send(planner.plan(decode=[0]), planner.plan(decode=[0]), planner.plan(released=[0]), Drain())
     assert [core.expect(StepResult).seq for _ in range(3)] == [2, 3, 4]
     assert core.expect(Goodbye).reason == "drained"
-    executor.thread.join(20)
+    executor.thread.join(90)
     assert not executor.thread.is_alive()
 
 
@@ -326,7 +326,7 @@ def test_a_second_stop_leaves_at_once(core: ScriptedCore, executor: Running) -> 
 def test_without_a_core_a_stop_leaves_at_once() -> None:
     running = Running("tcp://127.0.0.1:9")
     running.service.stop()
-    running.thread.join(20)
+    running.thread.join(90)
     assert not running.thread.is_alive()
 
 

@@ -42,7 +42,7 @@ def start() -> Iterator[Start]:
     for process in started:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=90)
 
 
 def test_a_process_serves_drains_on_sigterm_and_exits_0(start: Start) -> None:
@@ -57,7 +57,7 @@ def test_a_process_serves_drains_on_sigterm_and_exits_0(start: Start) -> None:
         assert core.expect(StepResult).seq == 2
         core.send(Drain())
         core.expect(Goodbye)
-        out, err = process.communicate(timeout=20)
+        out, err = process.communicate(timeout=90)
     assert (process.returncode, out) == (0, "")
     assert '"event": "executor ready"' in err
     assert '"event": "executor left"' in err

@@ -323,13 +323,15 @@ def test_memory_is_flat_over_steps() -> None:
     pairs = list(enumerate(SAMPLINGS))
     for _ in range(5):
         turn()
-    gc.collect()
     tracemalloc.start()
-    turn()
-    before = tracemalloc.get_traced_memory()[0]
-    for _ in range(20):
+    grown = []
+    while not grown or (grown[-1] >= 10_000 and len(grown) < 3):  # a leak shows every time, another thread's work once
         turn()
-    gc.collect()
-    grown = tracemalloc.get_traced_memory()[0] - before
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(20):
+            turn()
+        gc.collect()
+        grown.append(tracemalloc.get_traced_memory()[0] - before)
     tracemalloc.stop()
-    assert grown < 10_000
+    assert grown[-1] < 10_000, grown

@@ -116,13 +116,14 @@ class Planner:
         draft.decode = rows
         draft.budget -= len(rows)
         if len(lacking):
-            blocks: list[Any] = executor.pool.allocate(len(lacking))  # Any: see blocks.py
-            table.num_blocks[lacking] += 1
-            table.last_block[lacking] = blocks
-            table.capacity[lacking] += executor.block_size
-            for slot, block in zip(lacking.tolist(), blocks, strict=True):
-                table.blocks[slot].append(block)
+            slots: list[int] = lacking.tolist()
+            blocks: list[Any] = executor.pool.allocate(len(slots))  # Any: see blocks.py
+            for i in range(len(slots)):
+                table.blocks[slots[i]].append(blocks[i])
             draft.appended_slots, draft.appended_blocks = lacking, np.array(blocks, dtype=np.int32)
+            table.num_blocks[lacking] += 1
+            table.last_block[lacking] = draft.appended_blocks
+            table.capacity[lacking] += executor.block_size
         table.planned_length[rows] = planned + 1
 
     def _with_blocks(self, executor: ExecutorState, rows: Rows, now: float) -> tuple[Rows, Int32, Rows]:

@@ -12,6 +12,7 @@ import grpc
 
 from protos.stepwire.v1 import inference_pb2 as pb
 from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
+from tests.ports import free_port
 
 
 def token(seed: int, choice: int, position: int) -> int:
@@ -28,6 +29,11 @@ def expected_ids(seed: int, choice: int, count: int) -> tuple[int, ...]:
 
 def expected_text(seed: int, choice: int, count: int) -> str:
     return "".join(map(piece, expected_ids(seed, choice, count)))
+
+
+def dead_address() -> str:
+    """One where nobody serves, and nobody will."""
+    return f"127.0.0.1:{free_port()}"
 
 
 @dataclass

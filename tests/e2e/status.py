@@ -30,7 +30,7 @@ class StatusClient:
             self._socket.connect(self._endpoint)
         return self._socket
 
-    def get(self, timeout: float = 20.0, **query: Any) -> dict[str, Any]:
+    def get(self, timeout: float = 60.0, **query: Any) -> dict[str, Any]:
         """The body of ``Status``. A core that restarts meanwhile is asked again. Raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:

@@ -16,7 +16,7 @@ from protos.stepwire.v1 import inference_pb2_grpc as pb_grpc
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 60, "min_p": 0.01}
-CALL_TIMEOUT = 60.0
+CALL_TIMEOUT = 120.0
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from bench import serve
 from tests.e2e.harness import Cluster
 from tests.e2e.verify import settled
 
+OUTPUT = 48  # tokens: more than one message, and so times between them, even where a writer is late
 LOADS = {  # different seeds: the prompts of one load must not be in the prefix cache from another
     "concurrency": ["--concurrency", "4", "--num-requests", "8", "--seed", "1"],
     "rate": ["--request-rate", "50", "--num-requests", "6", "--temperature", "0.8", "--seed", "2"],
@@ -22,12 +23,12 @@ LOADS = {  # different seeds: the prompts of one load must not be in the prefix 
 @pytest.mark.parametrize("name", LOADS)
 def test_figures(shared: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     out = tmp_path / "out.json"
-    args = ["--address", shared.address, "--input-tokens", "40", "--output-tokens", "12", "--ignore-eos"]
+    args = ["--address", shared.address, "--input-tokens", "40", "--output-tokens", str(OUTPUT), "--ignore-eos"]
     assert serve.main([*args, *LOADS[name], "--warmup", "2", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     figures = result["figures"]
     assert figures["completed"] == figures["requests"] == len(result["requests"])
-    assert figures["output_tokens"] == 12 * figures["completed"]
+    assert figures["output_tokens"] == OUTPUT * figures["completed"]
     assert figures["input_tokens"] == 40 * figures["completed"]
     for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
         assert 0 < figures[key]["median"] <= figures[key]["p99"]

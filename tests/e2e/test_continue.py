@@ -36,8 +36,9 @@ def test_continuation_of_a_live_request_takes_its_place(shared: Cluster, alone: 
     """The first stream ends with a status of its own; the second has the rest, and all tokens are the same."""
     message, whole = common_requests()[0], alone[0]
     message.request_id = "fenced"
-    message.stopping.max_tokens = 400
-    fenced, rest = asyncio.run(continue_while_it_runs(shared.address, message, continuation(message, whole, 4)))
+    rest_of_it = continuation(message, whole, 4)
+    message.stopping.max_tokens = 4000  # it runs until its place is taken
+    fenced, rest = asyncio.run(continue_while_it_runs(shared.address, message, rest_of_it))
     assert fenced in (grpc.StatusCode.ABORTED, grpc.StatusCode.CANCELLED)
     assert (whole.ids[:4] + rest.ids)[: len(whole.ids)] == whole.ids
     settled(shared)

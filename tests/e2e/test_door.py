@@ -48,7 +48,7 @@ def test_refusals(channel: grpc.Channel, name: str) -> None:
 
 def test_a_live_id_is_refused(channel: grpc.Channel) -> None:
     stub = pb_grpc.InferenceStub(channel)
-    message = request([5, 6, 7], 400, request_id="twice", **GREEDY)
+    message = request([5, 6, 7], 4000, request_id="twice", **GREEDY)
     call = stub.GenerateStream(message, timeout=60)
     next(call)
     with pytest.raises(grpc.RpcError) as failure:

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from tests.e2e.harness import Cluster
+from tests.e2e.process import TIMEOUT, bounded
 from tests.e2e.streams import GREEDY, Answer, common_requests, generate, ids, one, random_prompt, request
 from tests.e2e.verify import settled
 
@@ -56,7 +57,7 @@ def test_both_api_workers_serve(fleet: Cluster) -> None:
     """Connections are spread over the workers by the kernel: with many, each worker gets some."""
     assert len(fleet.pids("api")) == 2
     served = {worker["name"]: worker["sent"] for worker in fleet.status()["workers"]}
-    for i in range(16):
+    for i in range(64):  # all of them to one: 2 ** -63
         one(fleet.address, request(random_prompt(5, seed=i), 2, model="other", **GREEDY))
         now = {worker["name"]: worker["sent"] for worker in fleet.status()["workers"]}
         if sum(now[name] > count for name, count in served.items()) == 2:
@@ -77,4 +78,6 @@ def test_an_executor_drains_under_load(fleet: Cluster, alone: list[Answer]) -> N
     )
     assert ids(answers) == ids(alone)
     assert leaving.wait() == 0
-    assert [e["name"] for e in settled(fleet)["executors"] if e["model"] == "tiny"] == ["tiny-1"]
+    for _ in bounded(TIMEOUT, "the core keeps an executor that has left"):
+        if [e["name"] for e in settled(fleet)["executors"] if e["model"] == "tiny"] == ["tiny-1"]:
+            break

@@ -17,6 +17,7 @@ from tests.e2e.streams import GREEDY, SEEDED, Answer, generate, random_prompt, r
 from tests.e2e.verify import settled
 
 OUTPUT = 400
+PATIENT = "tests.e2e.patient_executor"
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +28,9 @@ def pair(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple
         for cluster in (one, two):
             cluster.start_scheduler()
         # One after the other: each goes where it is needed more.
-        one.start_executor("a", tiny, "--rehome-after", "3", links=links).wait_log("event=welcomed", START_TIMEOUT)
-        two.start_executor("b", tiny, "--rehome-after", "3", links=links).wait_log("event=welcomed", START_TIMEOUT)
+        for cluster, name in ((one, "a"), (two, "b")):
+            process = cluster.start_executor(name, tiny, "--rehome-after", "3", links=links, module=PATIENT)
+            process.wait_log("event=welcomed", START_TIMEOUT)
         for cluster in (one, two):
             cluster.wait_ready()
         yield one, two

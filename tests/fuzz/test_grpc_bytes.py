@@ -23,7 +23,7 @@ SEED = 20260731
 
 async def status_of(r: Rig, method: str, data: bytes) -> str:
     make = r.channel.unary_stream if METHODS[method] else r.channel.unary_unary
-    call = make(f"/stepwire.v1.Inference/{method}", lambda raw: raw, lambda raw: raw)(data, timeout=20)
+    call = make(f"/stepwire.v1.Inference/{method}", lambda raw: raw, lambda raw: raw)(data, timeout=60)
     try:
         if METHODS[method]:
             async for _ in call:

@@ -77,7 +77,7 @@ def test_where_the_model_cannot_be_fetched_it_is_said_in_one_line(tmp_path: Path
         environment = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
         done = subprocess.run(
             [sys.executable, "deploy/fetch_model.py", target],
-            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110, check=False,
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=350, check=False,
         )  # fmt: skip
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
@@ -92,7 +92,7 @@ def run_local(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, "-m", "deploy.run_local", *arguments],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=110, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=350, check=False,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -57,6 +58,17 @@ def test_every_module_that_was_to_be_compiled_is(compiled: Path) -> None:
     files = run(compiled, "-c", f"import {names}\nprint({', '.join(f'{name}_.__file__' for name in COMPILED)})").split()
     assert len(files) == len(COMPILED)
     assert all(file.startswith(str(compiled)) and file.endswith(".so") for file in files)
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_no_function_is_defined_in_another(name: str) -> None:
+    """Compiled, it would be a cycle at every call, and the cycle collector is off (garbage.py)."""
+    tree = ast.parse((ROOT / "scheduler_svc" / "core" / f"{name}.py").read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inner = [
+        node.name for f in functions for node in ast.walk(f) if isinstance(node, ast.FunctionDef) and node is not f
+    ]
+    assert not inner
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])

@@ -123,7 +123,8 @@ def both_services(args: argparse.Namespace, logs: Path) -> Iterator[tuple[str, l
 
 
 def serve(address: str, services: Sequence[Service], stop: threading.Event) -> int:
-    print(f"serving on {address}; try: stepwire generate --chat 'Hi' --address {address}; Ctrl-C ends it", flush=True)
+    command = f"{os.path.relpath(sys.executable)} -m stepwire generate --chat 'Hi' --address {address}"
+    print(f"serving on {address}; try: {command}; Ctrl-C ends it", flush=True)
     while not stop.wait(0.5):
         for service in services:
             service.check_alive()

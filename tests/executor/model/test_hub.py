@@ -104,7 +104,7 @@ def fetched(model: str, home: Path, endpoint: str) -> tuple[dict[str, Any], str]
         env=environment(home, endpoint),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -159,7 +159,7 @@ def test_without_a_network_one_line_and_status_2(tmp_path: Path) -> None:
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "executor_svc", "--model", "tiny/llama@v1", "--scheduler", "tcp://127.0.0.1:9"],
-        env=environment(tmp_path, "http://127.0.0.1:9"), capture_output=True, text=True, timeout=100,
+        env=environment(tmp_path, "http://127.0.0.1:9"), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
@@ -172,7 +172,7 @@ def test_without_the_library_one_line_and_status_2(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "executor_svc", "--model", "tiny/llama", "--scheduler", "tcp://127.0.0.1:9"],
         env=environment(tmp_path, "http://127.0.0.1:9") | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, timeout=100,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()

@@ -1,6 +1,6 @@
 # The scheduler service and the client: CPU only, no torch, no model files.
 # The core is compiled to C (deploy/compile_core.py); --build-arg CORE=interpreted leaves it as it is, which decides the
-# same for twice the processor time, and needs no C compiler from Debian.
+# same for up to twice the processor time, and needs no C compiler from Debian.
 ARG CORE=compiled
 
 FROM python:3.11-slim-bookworm AS interpreted

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from scheduler_svc.core import garbage
+from scheduler_svc.core.executor import ExecutorState
+from scheduler_svc.core.pipeline import PlanRecord
+from scheduler_svc.core.sequence import Sequence, Stream
+from scheduler_svc.core.workers import WorkerState
 from tests.core.driver import Driver
 
 OURS = ("scheduler_svc.", "protos.")
+COME_AND_GO = (ExecutorState, PlanRecord, Sequence, Stream, WorkerState)
 
 
 @pytest.fixture
@@ -46,6 +52,24 @@ def test_whatever_happens_the_core_leaves_no_cycles() -> None:
     streams = driver.world.core.streams
     assert streams.finished + streams.failed > 50
     assert driver.done["die"] + driver.done["loss"] > 3
+
+
+def alive() -> Counter[str]:
+    """How many there are of what comes and goes."""
+    gc.collect()
+    return Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, COME_AND_GO))
+
+
+def test_nothing_is_kept_of_what_ended() -> None:
+    """As memory is lost without a cycle: something refers to it, or (compiled) was counted as if it did."""
+    before = alive()
+    driver = Driver(6, wait_for_executor=20.0, quarantine=2.0)
+    for _ in range(800):
+        driver.event()
+    assert (alive() - before)["Sequence"] > 10
+    driver.finish()
+    driver.world.tick(0.1)
+    assert alive() - before == {"ExecutorState": len(driver.homes), "WorkerState": len(driver.workers)}
 
 
 def test_nothing_is_collected_in_a_turn_and_much_is_in_a_quiet_moment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 # same for up to twice the processor time, and needs no C compiler from Debian.
 ARG CORE=compiled
 
-FROM python:3.11-slim-bookworm AS interpreted
+FROM python:3.11-slim-bookworm AS needed
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
@@ -14,11 +14,13 @@ RUN --mount=type=bind,source=pyproject.toml,target=pyproject.toml \
     --mount=type=bind,source=LICENSE,target=LICENSE \
     --mount=type=bind,source=deploy/wheels,target=wheels \
     pip install --find-links wheels -c constraints.txt '.[scheduler]' && rm -rf build stepwire.egg-info
+
+FROM needed AS interpreted
 RUN --mount=type=bind,target=/source \
     cp -r /source/. . && pip install --no-deps --force-reinstall -c constraints.txt . \
     && mkdir -p /app/deploy && cp deploy/*.py /app/deploy && rm -rf /build/*
 
-FROM interpreted AS compiler
+FROM needed AS compiler
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev
 RUN --mount=type=bind,source=constraints.txt,target=constraints.txt \
     --mount=type=bind,source=deploy/wheels,target=wheels \

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +61,7 @@ def compile_core(target: Path) -> None:
 def _sources() -> str:
     """What the compiled core depends on, as a hash."""
     files = [Path(__file__), *(file for name in COPIED for file in (ROOT / name).rglob("*.py"))]
-    state = hashlib.sha256(sys.version.encode())
+    state = hashlib.sha256(f"{sys.version} {version('mypy')}".encode())
     for file in sorted(files):
         state.update(hashlib.sha256(file.read_bytes()).digest())
     return state.hexdigest()

@@ -121,9 +121,7 @@ class Residency:
         if last and tip is not None and cache.grows(tip, held):
             hashes = []
         else:
-            known = sequence.num_hashes
-            if known == 0:
-                return  # a prompt shorter than a block came without hashes: its chain has no root here
+            known = sequence.num_hashes  # at least one: a prompt shorter than a block has none, and does not come here
             if known < full:
                 beyond = content[4 * size * (known - start) :]
                 if last and start == known:

@@ -1,8 +1,8 @@
 """``python -m deploy.compile_core build/compiled``: the scheduler's core compiled to C by mypyc (needs a C compiler).
 
 The sources are copied, and the modules that a step runs through compiled beside their copies, so nothing in the working
-tree can go stale. It decides the same, bit for bit (tests/core/test_compiled.py), for about half of the processor time.
-The scheduler's image has it. To run it from here, put the folder before the sources::
+tree can go stale. It decides the same, bit for bit (tests/core/test_compiled.py), for half to three quarters of the
+processor time. The scheduler's image has it. To run it from here, put the folder before the sources::
 
     PYTHONSAFEPATH=1 PYTHONPATH=build/compiled:. python -m scheduler_svc ...
 """

@@ -30,7 +30,7 @@ from typing import Any
 
 from bench.allocations import AllocationCounter
 from bench.core_rig import BLOCK, CoreRig, TurnCost
-from deploy.compile_core import ROOT, compile_core, has_compiler
+from deploy.compile_core import ROOT, compile_core, environment, has_compiler
 from scheduler_svc.core import kind
 
 CONTEXT, PROMPT, BUDGET = 2048, 128, 16384
@@ -195,8 +195,7 @@ def become_compiled() -> None:
         raise SystemExit("error: a C compiler is needed (cc, gcc or clang), or --core interpreted")
     folder = ROOT / "build" / "compiled"
     compile_core(folder)
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
-    os.execve(sys.executable, [sys.executable, "-m", "bench.scheduler_steps", *sys.argv[1:]], environment)
+    os.execve(sys.executable, [sys.executable, "-m", "bench.scheduler_steps", *sys.argv[1:]], environment(folder))
 
 
 def main() -> None:

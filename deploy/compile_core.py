@@ -49,13 +49,18 @@ def compile_core(target: Path) -> None:
     (new / "mypy.ini").write_text(_MYPY)
     modules = [f"scheduler_svc/core/{name}.py" for name in COMPILED]
     order = [sys.executable, "-c", "from mypyc.__main__ import main; main()", *modules]
-    environment = {**os.environ, "C_INCLUDE_PATH": sysconfig.get_path("include")}  # wherever this Python was moved to
-    subprocess.run(order, cwd=new, env=environment, check=True, stdout=subprocess.DEVNULL)
+    headers = {"C_INCLUDE_PATH": sysconfig.get_path("include")}  # wherever this Python was moved to
+    subprocess.run(order, cwd=new, env={**os.environ, **headers}, check=True, stdout=subprocess.DEVNULL)
     shutil.rmtree(new / "build")
     shutil.rmtree(new / ".mypy_cache", ignore_errors=True)
     (new / stamp.name).write_text(_sources())
     shutil.rmtree(target, ignore_errors=True)
     new.rename(target)
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """In which a Python process finds the compiled core in ``folder``, and what is not there in the working tree."""
+    return {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
 
 
 def _sources() -> str:

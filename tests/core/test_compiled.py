@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from deploy.compile_core import COMPILED, ROOT, compile_core, has_compiler
+from deploy.compile_core import COMPILED, ROOT, compile_core, environment, has_compiler
 from tests.core.test_replay import recorded
 
 pytestmark = [
@@ -40,10 +39,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": f"{folder}:{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment(folder), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

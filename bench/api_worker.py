@@ -23,7 +23,6 @@ import multiprocessing
 import os
 import select
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -41,6 +40,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tokenizers import ByteLevelBPETokenizer
 
 from bench.drain_client import DrainClient
+from bench.load.processes import free_port
 from bench.scripted_core import IDS_MODEL, PROBE, TEXT_MODEL, ScriptedCore
 from protos.stepwire.v1 import inference_pb2 as pb
 
@@ -113,13 +113,6 @@ def probe(address: str, interval: float, line: Connection) -> None:
 
 
 # -- the bench ---------------------------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as probe_socket:
-        probe_socket.bind(("127.0.0.1", 0))
-        port: int = probe_socket.getsockname()[1]
-        return port
 
 
 def cpu_seconds(pid: int) -> float:

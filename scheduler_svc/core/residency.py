@@ -95,9 +95,9 @@ class Residency:
         cache.lookups += total
         executor.prefilling[slot] = sequence
         executor.step_age.admitted(sequence)
-        if self._cache_on and sequence.uses_cache:
+        if self._cache_on and sequence.num_hashes:
             self._announce(executor, sequence, found)
-            if executor.model.is_large and sequence.num_hashes:
+            if executor.model.is_large:
                 executor.model.homes.add(sequence.first_hash, executor.session)
         return slot
 
@@ -106,7 +106,7 @@ class Residency:
     def register(self, executor: ExecutorState, sequence: Sequence, last: bool = False) -> None:
         """Make every full block that answered plans have filled findable (its tokens must be out of the tail).
         ``last``: the sequence ends, nobody will ask for its own hashes any more."""
-        if not (self._cache_on and sequence.uses_cache):
+        if not (self._cache_on and sequence.num_hashes):
             return
         size = executor.block_size
         start, full = sequence.cache_count, executor.table.committed_kv(sequence.slot) // size
@@ -233,7 +233,7 @@ class Residency:
     def _most_hits(self, executor: ExecutorState, sequence: Sequence) -> int:
         """How many blocks may be found: at least one token is left to compute, and every position whose logits score
         a prompt token that still owes its logprobs."""
-        if not (self._cache_on and sequence.uses_cache):
+        if not (self._cache_on and sequence.num_hashes):
             return 0
         end = sequence.prompt_scored if sequence.owes_prompt_logprobs else sequence.known
         return (end - 1) // executor.block_size

@@ -111,7 +111,6 @@ class Sequence:
         "stream",
         "ticket",
         "unroutable_since",
-        "uses_cache",
         "wait_key",
         "waits_for",
     )  # fmt: skip
@@ -171,9 +170,8 @@ class Sequence:
         self._prompt_hashes = hashes
         self._hashes: list[bytes] | None = None
         self.first_hash = hashes[:HASH_BYTES]
-        self.num_hashes = len(hashes) // HASH_BYTES
+        self.num_hashes = len(hashes) // HASH_BYTES  # 0: it uses no prefix cache
         self.found: dict[PrefixCache, tuple[Prefix, int]] = {}  # while it waits, by Residency.lookup
-        self.uses_cache = bool(hashes)
         self.cache_tip: Place | None = None  # behind the last registered block on the present executor
         self.cache_count = 0  # blocks registered (or hit) on the present executor
         self.fills = b""  # under this hash it stands in the executor's `filling`

@@ -76,7 +76,7 @@ def a_slot_is_given_again_under_its_old_generation(patch: Patch) -> None:
 @bug("nothing to compute")
 def a_whole_prompt_may_be_found(patch: Patch) -> None:
     def most_hits(self: Residency, executor: ExecutorState, sequence: Sequence) -> int:
-        return sequence.known // executor.block_size if self._cache_on and sequence.uses_cache else 0
+        return sequence.known // executor.block_size if self._cache_on and sequence.num_hashes else 0
 
     patch.setattr(Residency, "_most_hits", most_hits)
 
